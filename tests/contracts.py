@@ -15,7 +15,7 @@ import torch
 
 from mpiinfer.comm.agree import on_all, on_first, same_on_all
 from mpiinfer.comm.domain import Domain
-from mpiinfer.errors import AbortedError, DomainError, LayoutError, UsageError
+from mpiinfer.errors import AbortedError, DeadlineError, DomainError, LayoutError, UsageError
 
 Check = Callable[[Domain], None]
 
@@ -460,18 +460,18 @@ class AccountContract:
             assert (stats.num_calls - calls_before, stats.num_bytes - bytes_before) == (num_calls, num_bytes), verb
 
     def check_waiting_is_timed(self, domain: Domain) -> None:
-        """Against the waiting rank's own clock, never a fixed time: a busy machine may wake either rank late."""
+        """Against the clocks of both ranks, never a fixed time: a busy machine may wake either of them late."""
         domain.barrier()
         before_s = domain.accounts.wait_s
         if domain.is_last:
-            time.sleep(0.3)  # far longer than the others take from the barrier to their wait
-        start = time.perf_counter()
+            time.sleep(0.3)
+        came = time.time()
         domain.all_reduce(torch.ones(1, device=self.device))
-        elapsed_s = time.perf_counter() - start
+        elapsed_s = time.time() - came
         waited_s = domain.accounts.wait_s - before_s
-        assert waited_s <= elapsed_s
-        if not domain.is_last:
-            assert waited_s > 0
+        assert waited_s <= elapsed_s + 1e-3
+        last_came = domain.bcast_object(came, domain.size - 1)
+        assert waited_s >= 0.1 * (last_came - came) - 1e-3
 
 
 class AgreeContract:
@@ -547,11 +547,13 @@ class FailureContract:
         if domain.is_last:
             cause = await_abort(domain)
         else:
-            with pytest.raises((DomainError, AbortedError)) as caught:
+            with pytest.raises((DeadlineError, AbortedError)) as caught:
                 wait()
             cause = str(caught.value)
+            # A rank that came late hears at once that another has given up.
+            assert isinstance(caught.value, AbortedError) or time.monotonic() - start >= self.DEADLINE_S
         assert f": {verb} waited" in cause and "deadline" in cause, cause
-        assert self.DEADLINE_S * 0.5 < time.monotonic() - start < self.DEADLINE_S + 10
+        assert time.monotonic() - start < self.DEADLINE_S + 10
         self.expect_quarantine(domain)
 
     def be_impatient(self, domain: Domain) -> None:
