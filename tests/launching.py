@@ -63,7 +63,7 @@ class WorldResult(subprocess.CompletedProcess[str]):
 class World:
     """A running `mpiexec`. Leave it through `close()` (or as a context manager): that kills whatever still runs.
 
-    `argv` is what each rank runs. With `live=True` the output goes where the caller's goes and is not kept.
+    `argv` is what each rank runs. `output` is a descriptor that both its outputs go to; without it they are kept.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class World:
         env: Mapping[str, str | None] | None = None,
         input: str | None = None,
         cwd: str | os.PathLike[str] = PROJECT,
-        live: bool = False,
+        output: int | None = None,
         launcher_options: Sequence[str] = (),
     ) -> None:
         launcher = [*launcher_command(), *launcher_options, "-n", str(num_ranks)] if num_ranks else []
@@ -82,15 +82,15 @@ class World:
         self.mark = uuid.uuid4().hex
         self._files_before = shared_memory_files()
         self._stdin = self._spool(input)
-        self._stdout = None if live else self._spool("")
-        self._stderr = None if live else self._spool("")
+        self._stdout = self._spool("") if output is None else None
+        self._stderr = self._spool("") if output is None else None
         self._started = time.monotonic()
         try:
             self.process = subprocess.Popen(
                 self.argv,
                 stdin=self._stdin or subprocess.DEVNULL,
-                stdout=self._stdout,
-                stderr=self._stderr,
+                stdout=self._stdout or output,
+                stderr=self._stderr or output,
                 cwd=cwd,
                 env=world_environment(self.mark, env or {}),
                 start_new_session=True,

@@ -1,4 +1,4 @@
-"""Run rings of tests in order and say at the end, in one line, what became of all of them.
+"""Run rings of tests in order and say at the end what became of each, and how those that failed ended.
 
     python -m tests.run [lint] [pure] [local] [mpi] [device] [--ranks 1 2 3 4] [-- PYTEST ARGUMENTS]
 
@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +28,8 @@ from tests.launching import PROJECT, World, WorldTimeoutError
 RINGS = ("lint", "pure", "local", "mpi", "device")
 WORLD_SIZES = (1, 2, 3, 4)
 NO_TESTS_COLLECTED = 5
+# Of a failed step shown again below the summary, which is where the reader of a long log looks first.
+SHOWN_LINES = 60
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class Outcome:
     verdict: str
     wall_s: float
     counts: dict[str, int] = field(default_factory=dict)
+    last_lines: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, step: Step, *, status: int, counts: dict[str, int] | None, wall_s: float, filtered: bool) -> Outcome:
@@ -138,16 +145,51 @@ def run(step: Step, *, filtered: bool) -> Outcome:
     if step.tests and not any((PROJECT / step.tests).rglob("test_*.py")):
         return Outcome(step, "no tests", 0.0)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    status, counts = None, None
+    with tempfile.TemporaryDirectory() as folder, Echo() as echo:
         totals = Path(folder) / "totals.json"
         argv = (*step.argv, f"--totals={totals}") if step.tests else step.argv
-        with World(step.num_ranks, argv, live=True) as world:
-            try:
-                status = world.wait(step.limit_s).returncode
-            except WorldTimeoutError:
-                return Outcome(step, f"killed after {step.limit_s:.0f} s", time.monotonic() - started)
-        counts = json.loads(totals.read_text()) if totals.exists() else None
-    return Outcome.of(step, status=status, counts=counts, wall_s=time.monotonic() - started, filtered=filtered)
+        with World(step.num_ranks, argv, output=echo.descriptor) as world, suppress(WorldTimeoutError):
+            status = world.wait(step.limit_s).returncode
+        if totals.exists():
+            counts = json.loads(totals.read_text())
+    wall_s = time.monotonic() - started
+    if status is None:
+        outcome = Outcome(step, f"killed after {step.limit_s:.0f} s", wall_s)
+    else:
+        outcome = Outcome.of(step, status=status, counts=counts, wall_s=wall_s, filtered=filtered)
+    outcome.last_lines = echo.last_lines()
+    return outcome
+
+
+class Echo:
+    """A descriptor whose text goes to standard output as it comes, and whose last lines are remembered."""
+
+    def __init__(self) -> None:
+        self._reading, self.descriptor = os.pipe()
+        self._lines: deque[bytes] = deque(maxlen=SHOWN_LINES)
+        self._thread = threading.Thread(target=self._copy, daemon=True)
+        self._thread.start()
+
+    def _copy(self) -> None:
+        rest = b""
+        while text := os.read(self._reading, 1 << 16):
+            sys.stdout.buffer.write(text)
+            sys.stdout.buffer.flush()
+            *lines, rest = (rest + text).split(b"\n")
+            self._lines.extend(lines)
+        self._lines.append(rest)
+
+    def last_lines(self) -> tuple[str, ...]:
+        return tuple(line.decode(errors="replace") for line in self._lines if line.strip())
+
+    def __enter__(self) -> Echo:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+        # The world is gone by now; whoever else holds the pipe is none of ours.
+        self._thread.join(5)
 
 
 def print_summary(outcomes: Sequence[Outcome]) -> None:
@@ -159,6 +201,9 @@ def print_summary(outcomes: Sequence[Outcome]) -> None:
     passed, failed, skipped = (
         sum(numbers) for numbers in zip(*((o.num_passed, o.num_failed, o.num_skipped) for o in outcomes), strict=True)
     )
+    for outcome in outcomes:
+        if outcome.failed:
+            print(f"\n--- how {outcome.step.title} ended", *outcome.last_lines, sep="\n")
     print(f"\ntotal: {passed} passed, {failed} failed, {skipped} skipped", flush=True)
 
 

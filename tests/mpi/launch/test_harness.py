@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import World, WorldResult, WorldTimeoutError, run_world
-from tests.run import Outcome, Step
+from tests.run import Outcome, Step, print_summary, run
 
 GONE_WITHIN_S = 20.0
 
@@ -156,3 +156,21 @@ def test_a_rank_can_be_found_and_killed() -> None:
         result = world.wait(GONE_WITHIN_S)
     assert result.returncode != 0, result.shown()
     assert not result.leftovers, result.leftovers
+
+
+def test_a_failed_step_shows_its_end_again(capfd: pytest.CaptureFixture[str]) -> None:
+    """The reader of a long log looks at its end first."""
+    program = "print(*(f'line {n}' for n in range(500)), sep='\\n', flush=True); raise SystemExit('what went wrong')"
+    outcomes = [run(Step("broken", (sys.executable, "-c", program), 60), filtered=False)]
+    assert capfd.readouterr().out.count("what went wrong") == 1
+    print_summary(outcomes)
+    shown = capfd.readouterr().out
+    assert "what went wrong" in shown and "line 499" in shown and "line 400\n" not in shown
+    assert shown.rstrip().endswith("total: 0 passed, 1 failed, 0 skipped")
+
+
+def test_a_step_past_its_limit_shows_its_end(capfd: pytest.CaptureFixture[str]) -> None:
+    program = "import time; print('started', flush=True); time.sleep(3600)"
+    print_summary([run(Step("stuck", (sys.executable, "-c", program), 2), filtered=False)])
+    shown = capfd.readouterr().out
+    assert "killed after 2 s" in shown and shown.count("started") == 2
