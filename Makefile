@@ -37,7 +37,7 @@ help:
 
 demo: $(BASE)
 	$(VENV)/bin/mpiexec -n 2 $(VENV)/bin/mpiinfer generate --model $(MODEL) --tp 2 --chat \
-	  --prompt '$(subst ','\'',$(PROMPT))' --max-tokens 48
+	  --prompt '$(subst ','\'',$(PROMPT))' --max-tokens 96
 
 test: $(FULL)
 	@$(RUN) --ranks $(RANKS) -- $(ARGS)

@@ -30,6 +30,7 @@ from mpiinfer.cli.findings import (
     layout_findings,
     world_findings,
 )
+from mpiinfer.cli.report import plural
 from mpiinfer.comm.device import DeviceDomain
 from mpiinfer.comm.domain import Domain
 from mpiinfer.comm.launch import World, choose_device, visible_gpus
@@ -195,7 +196,7 @@ def _print_launch(console: Console, world: World, thread_level: str) -> None:
     table.add_row("thread level", thread_level)
     intended = f", meant {world.launcher.size} processes ({world.launcher.size_from})" if world.launcher.size else ""
     table.add_row("launcher", f"{world.launcher.name}{intended}")
-    table.add_row("ranks", f"{world.domain.size} on {max(world.nodes) + 1} nodes")
+    table.add_row("ranks", f"{world.domain.size} on {plural(max(world.nodes) + 1, 'node')}")
     table.add_row("interface", world.network.interface or "the one towards the other hosts (MPIINFER_INTERFACE)")
     table.add_row("sums over MPI", "; ".join(f"{dtype}: {rule}" for dtype, rule in rules().items()))
     console.print(table)

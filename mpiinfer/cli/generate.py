@@ -15,7 +15,7 @@ import msgspec
 
 from mpiinfer.cli.options import chosen_layout, layout_options
 from mpiinfer.cli.prompt_file import PromptLine, read_prompts
-from mpiinfer.cli.report import describe_layout, describe_ranks, load_progress, prompt_progress
+from mpiinfer.cli.report import describe_layout, describe_ranks, load_progress, plural, prompt_progress
 from mpiinfer.comm.agree import on_first
 from mpiinfer.comm.launch import World
 from mpiinfer.engine.engine import Engine
@@ -33,7 +33,7 @@ from mpiinfer.observe.log import LOGGER
 @click.option(
     "--chat", is_flag=True, help="Put each text prompt into the model's chat template, as the user's message."
 )
-@click.option("--max-tokens", default=64, help="New tokens of each prompt at most.")
+@click.option("--max-tokens", default=64, help="New tokens of each prompt at most; the context bounds them too.")
 @click.option("--temperature", default=0.0, help="0 is greedy.")
 @click.option("--top-p", default=1.0, help="Sample from the likeliest tokens that together have this probability.")
 @click.option("--top-k", default=0, help="Sample from this many likeliest tokens; 0 is all.")
@@ -155,6 +155,7 @@ def _summary(outputs: Sequence[Output], wall_s: float) -> str:
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_new = sum(len(output.token_ids) for output in outputs)
     return (
-        f"{len(outputs)} prompts of {num_prompt} tokens, {num_new} new tokens in {wall_s:.2f} s: "
+        f"{plural(len(outputs), 'prompt')} of {plural(num_prompt, 'token')}, {plural(num_new, 'new token')} "
+        f"in {wall_s:.2f} s: "
         f"{num_new / wall_s:.1f} tokens/s"
     )

@@ -17,6 +17,7 @@ from mpiinfer.cli.doctor import doctor
 from mpiinfer.cli.generate import generate
 from mpiinfer.cli.options import chosen_layout, layout_options
 from mpiinfer.comm.agree import on_first
+from mpiinfer.comm.facts import detect_launcher
 from mpiinfer.comm.launch import World, launch
 from mpiinfer.errors import DomainError, EngineError, LaunchError, MpiinferError
 from mpiinfer.layout.spec import Layout
@@ -48,8 +49,10 @@ def doctor_command(world: World, /, **options: Any) -> int:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry point of the console script and of `python -m mpiinfer`."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or HELP & set(words[:2]):
-        cli.main(words, prog_name="mpiinfer")  # needs no world; exits
+    if not words or HELP & set(words[:2]):  # needs no world
+        if detect_launcher(os.environ).rank:
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 (to the end: one rank speaks)
+        cli.main(words, prog_name="mpiinfer")  # exits
     verbose = os.environ.get("MPIINFER_LOG") == "debug"
     try:
         world = launch()
@@ -72,7 +75,8 @@ def _run(world: World, words: list[str]) -> int:
     except click.exceptions.Abort:
         raise KeyboardInterrupt from None
     except click.ClickException as error:
-        return _say(world, f"error: {error.format_message()} (see mpiinfer --help)", 2)
+        verb = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "mpiinfer"
+        return _say(world, f"error: {error.format_message()} (see {verb} --help)", 2)
     except (DomainError, EngineError):
         raise
     except MpiinferError as error:  # raised on every rank alike

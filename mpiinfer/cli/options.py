@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from mpiinfer.errors import UsageError
+from mpiinfer.errors import LayoutError, UsageError
 from mpiinfer.layout.spec import Layout, read_layout
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,7 +30,7 @@ def layout_options(function: F) -> F:
 def chosen_layout(layout_file: str | None, tp: int | None, pp: int | None, dp: int | None) -> Layout | None:
     """The layout that the options name, or None where they leave the choice to the planner.
 
-    Raises UsageError for a file beside numbers, LayoutError for a bad file.
+    Raises UsageError for a file beside numbers, LayoutError for a bad file or name.
     """
     if layout_file is not None:
         if any(number is not None for number in (tp, pp, dp)):
@@ -50,5 +50,11 @@ def layouts_dir() -> Path:
 
 def _layout_path(name: str) -> Path:
     path = Path(name)
-    ours = layouts_dir() / f"{name}.toml"
-    return ours if path.name == name and not path.exists() and ours.is_file() else path
+    if path.exists() or path.name != name or path.suffix == ".toml":
+        return path
+    ours = {file.stem: file for file in sorted(layouts_dir().glob("*.toml"))}
+    if name not in ours:
+        raise LayoutError(
+            f"--layout {name}: there is no such file, and no layout of ours has that name: {', '.join(ours)}"
+        )
+    return ours[name]

@@ -73,13 +73,14 @@ def _check_type(where: str, source: str, prompt: Any) -> None:
 
 
 def _sampling(where: str, fields: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
+    if unknown := fields.keys() - set(SamplingParams.__struct_fields__):
+        known = ", ".join(("id", *SamplingParams.__struct_fields__))
+        raise RequestError(f"{where}: unknown field {min(unknown)!r}: beside the prompt there may be {known}")
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     try:
         return msgspec.convert({**msgspec.structs.asdict(defaults), **fields}, SamplingParams)
     except msgspec.ValidationError as error:
-        raise RequestError(
-            f"{where}: {str(error).lower().replace('object contains unknown field', 'unknown field')}"
-        ) from None
+        raise RequestError(f"{where}: {str(error).lower()}") from None
     except RequestError as error:
         raise RequestError(f"{where}: {error}") from None

@@ -30,7 +30,10 @@ LINE_EVERY_S = 3.0
 
 def describe_layout(engine: Engine) -> str:
     """One line: the model and the layout that runs it."""
-    return f"{engine.model}: {engine.layout} ({engine.layout.digest()}), cache for {engine.cache_tokens} tokens"
+    return (
+        f"{engine.model}: {engine.layout} ({engine.layout.digest()}), {engine.weights} on {engine.device}, "
+        f"cache for {engine.cache_tokens} tokens"
+    )
 
 
 def describe_ranks(reports: Sequence[RankReport]) -> str:
@@ -43,6 +46,11 @@ def describe_ranks(reports: Sequence[RankReport]) -> str:
         for report in reports
     ]
     return "\n  ".join(["ranks:", *lines])
+
+
+def plural(count: int, what: str) -> str:
+    """1 prompt, 2 prompts."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def size(num_bytes: int) -> str:

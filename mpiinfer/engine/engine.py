@@ -166,6 +166,11 @@ class Engine:
         )
 
     @property
+    def device(self) -> str:
+        """Where this rank computes: "cpu" or "cuda"."""
+        return self._stage.device.type
+
+    @property
     def is_first(self) -> bool:
         """Whether results arrive on this rank."""
         return self._mesh.model.is_first

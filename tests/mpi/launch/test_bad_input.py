@@ -55,6 +55,7 @@ def generate(num_ranks: int, *arguments: str) -> WorldResult:
         (["--model", MODEL, "--prompt", "x", "--tp", "0"], 2, ["--tp"]),
         (["--model", MODEL, "--prompt", "x", "--tp", "2", "--layout", "tp2"], 2, ["--layout and --tp"]),
         (["--model", MODEL, "--prompt", "x", "--layout", "no.toml"], 2, ["no.toml"]),
+        (["--model", MODEL, "--prompt", "x", "--layout", "nosuch"], 2, ["nosuch", "solo, tp2, tp2_pp2"]),
         (["--model", MODEL, "--prompt", "x", "--temperature", "-1"], 2, ["temperature = -1"]),
         (["--model", MODEL, "--prompt", "x", "--temperature", "hot"], 2, ["--temperature", "hot"]),
         (["--model", MODEL, "--prompt", "x", "--top-p", "0"], 2, ["top_p = 0"]),
@@ -66,7 +67,7 @@ def generate(num_ranks: int, *arguments: str) -> WorldResult:
         (["--model", MODEL, "--prompt", "x", "--output", "/tmp"], 2, ["--output /tmp", "folder"]),
         (["--model", MODEL, "--prompt", "-h", "--top-k", "9" * 23], 2, ["top_k"]),
         (["--model", MODEL, "--prompt", "x", "--format", "xml"], 2, ["--format"]),
-        (["--model", MODEL, "--promt", "x"], 2, ["--promt"]),
+        (["--model", MODEL, "--promt", "x"], 2, ["--promt", "see mpiinfer generate --help"]),
     ],
 )
 def test_arguments(arguments: list[str], status: int, words: list[str]) -> None:
@@ -98,7 +99,7 @@ def test_layouts(tmp_path: Path, model: Path, layout: str, num_ranks: int, words
         ('{"prompt": "a", "messages": []}', ["prompts.jsonl:2", "exactly one of"]),
         ('{"prompt": 3}', ["prompts.jsonl:2", "prompt"]),
         ('{"prompt": "a", "temperature": -2}', ["prompts.jsonl:2", "temperature = -2"]),
-        ('{"prompt": "a", "temprature": 1}', ["prompts.jsonl:2", "temprature"]),
+        ('{"prompt": "a", "temprature": 1}', ["prompts.jsonl:2", "temprature", "max_tokens, temperature"]),
         ('{"prompt_token_ids": [1, 300]}', ["prompt 1", "300", "0 to 299"]),
         ('{"prompt_token_ids": []}', ["prompts.jsonl:2", "empty"]),
         (json.dumps({"prompt_token_ids": [1] * 513}), ["prompt 1", "513 tokens", "context of 512"]),

@@ -18,7 +18,7 @@ def test_without_a_layout(num_ranks: int) -> None:
         assert word in result.stdout, result.shown()
     assert "FAIL  " not in result.stdout and result.stdout.count("checks (") == 1, result.shown()
     size = max(1, num_ranks)
-    assert re.search(rf"^ranks +{size} on 1 nodes", result.stdout, re.MULTILINE), result.shown()
+    assert re.search(rf"^ranks +{size} on 1 node\b", result.stdout, re.MULTILINE), result.shown()
 
 
 def test_a_layout_shows_its_schedule_and_domains(tmp_path: Path) -> None:

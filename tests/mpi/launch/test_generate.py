@@ -128,3 +128,8 @@ def test_the_example_runs() -> None:
 def test_help_needs_no_launcher() -> None:
     result = run_mpiinfer(0, "generate", "--help", timeout_s=60)
     assert result.returncode == 0 and "--max-tokens" in result.stdout
+
+
+def test_help_is_said_once() -> None:
+    result = run_mpiinfer(2, "generate", "--help", timeout_s=LIMIT_S)
+    assert result.returncode == 0 and result.stdout.count("--max-tokens") == 1, result.shown()
