@@ -13,8 +13,7 @@ from typing import Any
 import click
 import msgspec
 
-from mpiinfer.cli.options import chosen_layout, layout_options
-from mpiinfer.cli.report import describe_layout, load_progress
+from mpiinfer.cli.options import chosen_layout, layout_options, model_option, opened_engine, weights_option
 from mpiinfer.comm.agree import on_first
 from mpiinfer.comm.launch import World
 from mpiinfer.engine.engine import Engine
@@ -50,24 +49,20 @@ class BenchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--model", required=True, help="A card's name, a Hugging Face folder, or a .gguf file.")
+@model_option
 @layout_options
 @click.option("--requests", "num_requests", type=COUNT, default=64, help="Number of prompts.")
 @click.option("--input-tokens", type=COUNT, default=32, help="Tokens of each prompt.")
 @click.option("--output-tokens", type=COUNT, default=64, help="New tokens of each prompt.")
 @click.option("--concurrency", type=COUNT, default=32, help="Prompts that run at once.")
-@click.option("--weights", default="auto", help="fp32, bf16, fp16, native (as in the files) or auto.")
+@weights_option
 @click.option("--seed", type=int, default=0, help="Of the random prompts.")
 @click.option("--json", "as_json", is_flag=True, help="End with one line of JSON on standard output.")
 @click.pass_obj
 def bench(world: World, /, **options: Any) -> None:
     """Measure a layout: mpiexec -n 2 mpiinfer bench --model smollm2-135m-instruct --tp 2."""
-    layout = on_first(world.domain, lambda: chosen_layout(*(options[k] for k in ("layout_file", "tp", "pp", "dp"))))
-    with (
-        load_progress(world.domain.is_first) as on_load,
-        Engine.open(options["model"], layout=layout, comm=world, weights=options["weights"], on_load=on_load) as engine,
-    ):
-        LOGGER.info("%s", describe_layout(engine))
+    layout = on_first(world.domain, lambda: chosen_layout(options))
+    with opened_engine(world, options, layout) as engine:
         chance = random.Random(options["seed"])
         prompts = [
             [chance.randrange(engine.config.vocab_size) for _ in range(options["input_tokens"])]

@@ -56,7 +56,7 @@ def doctor(world: World, layout: Layout) -> bool:
     vendor, thread_level = MPI.get_vendor()[0], THREAD_LEVELS[_level_index(MPI.Query_thread())]
     findings: list[Finding] = []
     if world.domain.is_first:
-        _print_launch(console, world, thread_level)
+        _print_launch(console, world, thread_level, ranks[0])
         _print_ranks(console, ranks)
         findings += world_findings(world.launcher, vendor, thread_level, ranks)
     try:
@@ -184,13 +184,13 @@ def _plane(domain: Domain) -> str:
 # ---- printing
 
 
-def _print_launch(console: Console, world: World, thread_level: str) -> None:
+def _print_launch(console: Console, world: World, thread_level: str, first: RankFacts) -> None:
     from mpi4py import MPI
 
     from mpiinfer.comm.reduce import rules
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for software, version in _versions().items():
+    for software, version in first.versions:
         table.add_row(software, version)
     table.add_row("MPI standard", ".".join(map(str, MPI.Get_version())))
     table.add_row("thread level", thread_level)

@@ -114,17 +114,16 @@ def _versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _nodes(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    nodes_of: dict[str, set[int]] = {}
-    for rank in ranks:
-        nodes_of.setdefault(rank.host, set()).add(rank.node)
-    for host, nodes in nodes_of.items():
+    by_host = _by_host(ranks)
+    for host, node_ranks in by_host.items():
+        nodes = {rank.node for rank in node_ranks}
         if len(nodes) > 1:
             yield Finding(
                 "warn",
                 f"MPI sees {len(nodes)} nodes on host {host}: its ranks there cannot share memory, and talk over the "
                 "network (are they in containers of their own?)",
             )
-    for host, node_ranks in _by_host(ranks).items():
+    for host, node_ranks in by_host.items():
         free = node_ranks[0].shared_memory_bytes
         if free is not None and free < MIN_SHARED_MEMORY_BYTES * len(node_ranks):
             yield Finding(

@@ -13,19 +13,18 @@ from typing import Any
 import click
 import msgspec
 
-from mpiinfer.cli.options import chosen_layout, layout_options
+from mpiinfer.cli.options import chosen_layout, layout_options, model_option, opened_engine, weights_option
 from mpiinfer.cli.prompt_file import PromptLine, read_prompts
-from mpiinfer.cli.report import describe_layout, describe_ranks, load_progress, plural, prompt_progress
+from mpiinfer.cli.report import describe_ranks, plural, prompt_progress
 from mpiinfer.comm.agree import on_first
 from mpiinfer.comm.launch import World
-from mpiinfer.engine.engine import Engine
 from mpiinfer.engine.request import Output, SamplingParams
 from mpiinfer.errors import OutputError, UsageError
 from mpiinfer.observe.log import LOGGER
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--model", required=True, help="A card's name, a Hugging Face folder, or a .gguf file.")
+@model_option
 @layout_options
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; may be given several times.")
 @click.option("--prompts", "prompt_file", metavar="FILE", help="Prompts as JSONL, one object a line.")
@@ -45,13 +44,13 @@ from mpiinfer.observe.log import LOGGER
 @click.option(
     "--logprobs", type=int, default=None, metavar="K", help="In jsonl: log probabilities, and the K likeliest tokens."
 )
-@click.option("--weights", default="auto", help="fp32, bf16, fp16, native (as in the files) or auto.")
+@weights_option
 @click.option("--format", "form", type=click.Choice(["text", "jsonl"]), default="text", help="Form of the results.")
 @click.pass_obj
 def generate(world: World, /, **options: Any) -> None:
     """Answer prompts: mpiexec -n 2 mpiinfer generate --model smollm2-135m-instruct --prompt "Hello"."""
     domain = world.domain
-    layout = on_first(domain, lambda: _layout(options))
+    layout = on_first(domain, lambda: chosen_layout(options))
     lines: list[PromptLine] = []  # on the first rank only
 
     def read() -> int:
@@ -60,11 +59,7 @@ def generate(world: World, /, **options: Any) -> None:
         return len(lines)
 
     num_prompts = on_first(domain, read)
-    with (
-        load_progress(domain.is_first) as on_load,
-        Engine.open(options["model"], layout=layout, comm=world, weights=options["weights"], on_load=on_load) as engine,
-    ):
-        LOGGER.info("%s", describe_layout(engine))
+    with opened_engine(world, options, layout) as engine:
         LOGGER.info("%s", describe_ranks(engine.reports))
         started = time.perf_counter()
         with prompt_progress(engine.is_first, num_prompts) as on_finish:
@@ -78,10 +73,6 @@ def generate(world: World, /, **options: Any) -> None:
         on_first(domain, lambda: _write(options["output"], _formatted(outputs, options["form"])))
         if engine.is_first:
             LOGGER.info("%s", _summary(outputs, wall_s))
-
-
-def _layout(options: dict[str, Any]) -> Any:
-    return chosen_layout(options["layout_file"], options["tp"], options["pp"], options["dp"])
 
 
 def _prompts(options: dict[str, Any]) -> list[PromptLine]:

@@ -42,7 +42,7 @@ cli.add_command(bench)
 @click.pass_obj
 def doctor_command(world: World, /, **options: Any) -> int:
     """Print facts of this launch and check them; with a layout, its domains and their timings."""
-    layout = on_first(world.domain, lambda: chosen_layout(**options))
+    layout = on_first(world.domain, lambda: chosen_layout(options))
     return 0 if doctor(world, layout or Layout(tensor=world.domain.size)) else 1
 
 

@@ -64,6 +64,11 @@ def doze() -> None:
     time.sleep(DOZE_S)
 
 
+def rest() -> None:
+    """Pause of a rank to which work may come late or never."""
+    time.sleep(IDLE_SLEEP_S)
+
+
 @dataclass(slots=True)
 class Waits:
     """How all waits of one world are made: polled, with a deadline, an eye on aborts, and a pause between polls."""
@@ -95,9 +100,7 @@ class Waits:
             if now >= next_look:
                 next_look = now + LOOK_EVERY_S
                 self._look(now - start, describe, idle=idle)
-                pause = doze
-            if idle and now - start > IDLE_AFTER_S:
-                time.sleep(IDLE_SLEEP_S)
+                pause = rest if idle and now - start > IDLE_AFTER_S else doze
         return time.perf_counter() - start
 
     def _look(self, waited_s: float, describe: Callable[[], str], *, idle: bool) -> None:

@@ -14,7 +14,7 @@ from mpiinfer.engine.request import Output, Request, TopToken
 from mpiinfer.engine.scheduler import Scheduler
 from mpiinfer.engine.stats import RequestTimes
 from mpiinfer.engine.step import NewSequence, Sample, decode_result, encode
-from mpiinfer.text.tokenizer import StopStrings, TextStream, Tokenizer
+from mpiinfer.text.tokenizer import StopStrings, Tokenizer
 
 OnFinish = Callable[[Output], None]
 
@@ -34,7 +34,7 @@ class Generation:
         self.admitted_s = self.first_token_s = self.last_token_s = 0.0
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset() if request.sampling.ignore_eos else eos_token_ids
-        self._stream = TextStream(tokenizer)
+        self._stream = tokenizer.stream()
         self._stops = StopStrings(request.sampling.stop)
         self._text: list[str] = []
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from mpiinfer.engine.step import VERSION, Chunk, NewSequence, StepPlan, StepResult
+from mpiinfer.engine.step import VERSION, Chunk, NewSequence, PlanKind, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -97,11 +97,10 @@ class Scheduler:
         self.num_reserved -= done.new.capacity
         self._freed.append(sequence)
 
-    def _numbered(self, kind: str, slot: int, new: list[NewSequence], chunks: list[Chunk]) -> StepPlan:
+    def _numbered(self, kind: PlanKind, slot: int, new: list[NewSequence], chunks: list[Chunk]) -> StepPlan:
         freed, self._freed = self._freed, []
         number, self._number = self._number, self._number + 1
-        assert kind in ("run", "drain")
-        return StepPlan(VERSION, number, "run" if kind == "run" else "drain", slot, freed, new, chunks)
+        return StepPlan(VERSION, number, kind, slot, freed, new, chunks)
 
     def _can_admit(self, slot: Slot) -> bool:
         """The longest-waiting sequence goes first or nobody does; no slot takes more than its even share."""

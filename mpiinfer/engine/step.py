@@ -12,6 +12,8 @@ import msgspec
 
 VERSION = 1
 
+PlanKind = Literal["run", "drain"]
+
 
 class NewSequence(msgspec.Struct, array_like=True, frozen=True):
     """A sequence that begins: its prompt, room in tokens for its keys and values, and how its tokens are chosen."""
@@ -48,7 +50,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
 
     version: int
     number: int
-    kind: Literal["run", "drain"]
+    kind: PlanKind
     slot: int
     freed: list[int]
     new: list[NewSequence]

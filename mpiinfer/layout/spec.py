@@ -9,18 +9,13 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
-import sys
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
 
 from mpiinfer.errors import LayoutError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover
-    import tomli as tomllib
+from mpiinfer.files import read_toml
 
 Order = Literal["tensor-inner", "launcher"]
 Device = Literal["auto", "nccl", "mpi", "gloo"]
@@ -123,13 +118,7 @@ def read_layout(path: Path) -> Layout:
 
     Raises LayoutError naming the file, and the table and key where there is one.
     """
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise LayoutError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise LayoutError(f"{path}: not valid TOML: {error}") from None
-    fields = _fields(path, tables)
+    fields = _fields(path, read_toml(path, LayoutError))
     try:
         return msgspec.convert(fields, Layout)
     except msgspec.ValidationError as error:

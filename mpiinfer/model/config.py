@@ -19,7 +19,7 @@ from mpiinfer.model.families import ACTIVATIONS, Family, family_of, family_of_gg
 _MAX_COUNT = 2**31
 _MAX_LAYERS = 10_000
 _MAX_TOKEN_ID = 2**32 - 1
-_ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,11 +312,9 @@ def _rope_from_gguf(keys: _Keys, factors: tuple[float, ...], head_dim: int) -> R
     theta = keys.number("rope.freq_base", 10000.0)
     if factors:
         if 2 * len(factors) != head_dim:
-            raise ModelError(
-                f"{keys.where}: {_ROPE_FACTORS} has {len(factors)} values, not half of head_dim {head_dim}"
-            )
+            raise ModelError(f"{keys.where}: {ROPE_FACTORS} has {len(factors)} values, not half of head_dim {head_dim}")
         for index, factor in enumerate(factors):
-            _check_number(keys.where, f"{_ROPE_FACTORS}[{index}]", factor)
+            _check_number(keys.where, f"{ROPE_FACTORS}[{index}]", factor)
         return Rope(theta=theta, kind="factors", factors=factors)
     kind = keys.get("rope.scaling.type", str, "none")
     if kind == "none":

@@ -14,7 +14,7 @@ from math import prod
 from mpiinfer.errors import LayoutError
 from mpiinfer.model.config import ModelConfig
 from mpiinfer.model.families import EMBEDDING, FINAL_NORM, HEAD, layer_name
-from mpiinfer.model.shard import ShardSpec
+from mpiinfer.model.shard import Cut, ShardSpec
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class Piece:
     @property
     def local_shape(self) -> tuple[int, ...]:
         return tuple(len(part) for part in self.ranges)
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.local_shape)
 
 
 @dataclass(frozen=True)
@@ -131,13 +135,9 @@ class _Builder:
         if config.mlp_bias:
             yield self._parameter(name("down_bias"), piece("mlp.down_proj.bias", (hidden,)))
 
-    def _heads(self, cut: str, dim: int = 0) -> ShardSpec:
+    def _heads(self, cut: Cut, dim: int = 0) -> ShardSpec:
         config = self.config
-        assert cut in ("queries", "kv")
-        kind: ShardSpec = ShardSpec(
-            "queries" if cut == "queries" else "kv", dim, config.num_heads, config.num_kv_heads, config.head_dim
-        )
-        return kind
+        return ShardSpec(cut, dim, config.num_heads, config.num_kv_heads, config.head_dim)
 
     def _piece(self, tensor: str, shape: tuple[int, ...], spec: ShardSpec | None = None) -> Piece:
         return Piece(tensor, shape, (spec or ShardSpec()).ranges(shape, self.shard, self.num_shards))

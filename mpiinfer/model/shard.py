@@ -49,6 +49,10 @@ class HeadShard:
         kv = range(queries.start // group_size, (queries.stop - 1) // group_size + 1)
         return HeadShard(queries, kv, group_size)
 
+    def cache_width(self, head_dim: int) -> int:
+        """Elements of keys and values that one token takes in one layer."""
+        return 2 * len(self.kv) * head_dim
+
     @property
     def kv_of_query(self) -> tuple[int, ...]:
         """For each local query head, the local index of the key/value head that it reads."""

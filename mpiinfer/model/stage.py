@@ -71,8 +71,7 @@ class Stage:
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token takes on this rank."""
-        width = 2 * len(self._heads.kv) * self.config.head_dim
-        return len(self.layers) * width * self.dtype.itemsize
+        return len(self.layers) * self._heads.cache_width(self.config.head_dim) * self.dtype.itemsize
 
     def new_cache(self, capacity: int) -> SequenceCache:
         """Room for the keys and values of a sequence of `capacity` tokens."""

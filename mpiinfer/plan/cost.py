@@ -34,7 +34,7 @@ def shard_cost(config: ModelConfig, layers: range, shard: int, num_shards: int, 
         layers=layers,
         shard=shard,
         weight_bytes=element_bytes * sum(parameter.num_elements for parameter in manifest),
-        cache_bytes_per_token=element_bytes * 2 * len(heads.kv) * config.head_dim * len(layers),
+        cache_bytes_per_token=element_bytes * heads.cache_width(config.head_dim) * len(layers),
         work=sum(parameter.num_elements for parameter in manifest if parameter.is_linear),
     )
 

@@ -49,11 +49,13 @@ PieceOf = Callable[[int], str | None]
 
 
 class Stream(Protocol):
-    """One output being decoded."""
+    """One output being decoded. Pieces are final."""
 
-    def push(self, token_id: int) -> str: ...
+    def push(self, token_id: int) -> str:
+        """The text that is certain now and was not before; often empty."""
 
-    def finish(self) -> str: ...
+    def finish(self) -> str:
+        """The rest. Push no more after it."""
 
 
 @dataclass(frozen=True)

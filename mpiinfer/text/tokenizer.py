@@ -1,4 +1,4 @@
-"""Text to token ids and back: `Tokenizer`, `TextStream` and `StopStrings`, all that the engine sees of text.
+"""Text to token ids and back: `Tokenizer`, its streams and `StopStrings`, all that the engine sees of text.
 
 Promises the ids of transformers for a Hugging Face folder and of llama.cpp for a GGUF file, BOS at most once, and
 streams whose pieces join to exactly what `decode` gives. Refuses to know models, requests and files' formats: two
@@ -71,7 +71,7 @@ class Tokenizer:
         return self._detokenizer.decode(ids)
 
     def stream(self) -> Stream:
-        """For `TextStream`."""
+        """The text of one output while its tokens arrive; its pieces, joined, equal `decode`."""
         return self._detokenizer.stream()
 
     def apply_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -94,21 +94,6 @@ def _why_no_text(text: object) -> str:
         return f"must be a string, not {type(text).__name__}"
     half = next((index for index, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
     return f"character {half} is half of a surrogate pair; send valid Unicode"
-
-
-class TextStream:
-    """The text of one output while its tokens arrive. Pieces are final; joined they equal `tokenizer.decode`."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._stream = tokenizer.stream()
-
-    def push(self, token_id: int) -> str:
-        """The text that is certain now and was not before; often empty."""
-        return self._stream.push(token_id)
-
-    def finish(self) -> str:
-        """The rest. Push no more after it."""
-        return self._stream.finish()
 
 
 class StopStrings:

@@ -20,16 +20,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mpiinfer.errors import CheckpointError
-from mpiinfer.model.config import ModelConfig
+from mpiinfer.model.config import ROPE_FACTORS, ModelConfig
 from mpiinfer.model.families import EMBEDDING, FAMILIES, FINAL_NORM, HEAD, layer_name
 from mpiinfer.weights.encodings import GGUF_ENCODINGS, GGUF_UNREADABLE
-from mpiinfer.weights.index import CheckpointIndex, TensorEntry, check_bytes
+from mpiinfer.weights.index import AGAIN, CheckpointIndex, TensorEntry, check_bytes
 
-ROPE_FACTORS = "rope_freqs.weight"
 _VERSIONS = (2, 3)
 _WINDOW_BYTES = 1 << 20
 _MAX_DIMS = 4
-_AGAIN = "copy or download the file again"
 
 _STRING, _ARRAY = 8, 9
 # Value type -> struct format.
@@ -146,7 +144,7 @@ class _Cursor:
         try:
             return self.take(length).decode()
         except UnicodeDecodeError:
-            raise CheckpointError(f"{self.file}: a string before byte {self.position} is not UTF-8: {_AGAIN}") from None
+            raise CheckpointError(f"{self.file}: a string before byte {self.position} is not UTF-8: {AGAIN}") from None
 
     def value(self, key: str, kind: int) -> Any:
         if kind == _STRING:
@@ -154,12 +152,12 @@ class _Cursor:
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind != _ARRAY:
-            raise CheckpointError(f"{self.file}: key {key!r} has the unknown type {kind}: {_AGAIN}")
+            raise CheckpointError(f"{self.file}: key {key!r} has the unknown type {kind}: {AGAIN}")
         kind, length = self.number("I"), self.number("Q")
         if kind == _STRING:
             return [self.string() for _ in range(length)]
         if kind not in _SCALARS:
-            raise CheckpointError(f"{self.file}: key {key!r} is an array of the unknown type {kind}: {_AGAIN}")
+            raise CheckpointError(f"{self.file}: key {key!r} is an array of the unknown type {kind}: {AGAIN}")
         size = struct.calcsize("<" + _SCALARS[kind])
         return list(struct.unpack(f"<{length}{_SCALARS[kind]}", self.take(length * size)))
 
@@ -168,11 +166,11 @@ class _Cursor:
         self._window_start, self._at = self.position, 0
         if self._window_start + num_bytes > self.file_bytes:
             raise CheckpointError(
-                f"{self.file}: truncated: the header goes on behind the file's {self.file_bytes} bytes: {_AGAIN}"
+                f"{self.file}: truncated: the header goes on behind the file's {self.file_bytes} bytes: {AGAIN}"
             )
         self._window = rest + self._stream.read(max(num_bytes - len(rest), _WINDOW_BYTES))
         if len(self._window) < num_bytes:
-            raise CheckpointError(f"{self.file}: the file became shorter while it was read: {_AGAIN}")
+            raise CheckpointError(f"{self.file}: the file became shorter while it was read: {AGAIN}")
 
 
 def _read(file: Path, cursor: _Cursor) -> GgufHeader:
@@ -188,7 +186,7 @@ def _read(file: Path, cursor: _Cursor) -> GgufHeader:
     for _ in range(num_keys):
         key = cursor.string()
         if key in metadata:
-            raise CheckpointError(f"{file}: key {key!r} is in the header twice: {_AGAIN}")
+            raise CheckpointError(f"{file}: key {key!r} is in the header twice: {AGAIN}")
         metadata[key] = cursor.value(key, cursor.number("I"))
     num_parts = metadata.get("split.count", 1)
     if isinstance(num_parts, int) and num_parts > 1:
@@ -202,9 +200,7 @@ def _entry(file: Path, cursor: _Cursor) -> TensorEntry:
     name = cursor.string()
     num_dims = cursor.number("I")
     if num_dims > _MAX_DIMS:
-        raise CheckpointError(
-            f"{file}: tensor {name!r} has {num_dims} dims, at most {_MAX_DIMS} are possible: {_AGAIN}"
-        )
+        raise CheckpointError(f"{file}: tensor {name!r} has {num_dims} dims, at most {_MAX_DIMS} are possible: {AGAIN}")
     shape = tuple(cursor.number("Q") for _ in range(num_dims))[::-1]
     kind, offset = cursor.number("I"), cursor.number("Q")
     if kind not in GGUF_ENCODINGS:
@@ -215,7 +211,7 @@ def _entry(file: Path, cursor: _Cursor) -> TensorEntry:
     if encoding.is_quantised and (not shape or shape[-1] % encoding.block):
         raise CheckpointError(
             f"{file}: tensor {name!r} of shape {list(shape)}: its rows are no whole {encoding.name} blocks of "
-            f"{encoding.block}: {_AGAIN}"
+            f"{encoding.block}: {AGAIN}"
         )
     return TensorEntry(
         name=canonical_name(name),
@@ -239,7 +235,7 @@ def _placed(file: Path, entries: list[TensorEntry], data_start: int, file_bytes:
     placed: dict[str, TensorEntry] = {}
     for entry in entries:
         if entry.stored_name in placed:
-            raise CheckpointError(f"{entry} is in the header twice: {_AGAIN}")
+            raise CheckpointError(f"{entry} is in the header twice: {AGAIN}")
         placed[entry.stored_name] = replace(entry, offset=data_start + entry.offset)
     check_bytes(file, placed.values(), file_bytes)
     return placed

@@ -24,7 +24,7 @@ from mpiinfer.weights.encodings import DENSE, Encoding
 
 INDEX_NAME = "model.safetensors.index.json"
 _LARGEST_HEADER = 100_000_000
-_AGAIN = "copy or download the file again"
+AGAIN = "copy or download the file again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def read_folder_index(folder: Path) -> CheckpointIndex:
             entries[entry.name] = entry
     for name, file in (named or {}).items():
         if name not in entries or entries[name].file != folder / file:
-            raise CheckpointError(f"{folder / file}: tensor {name!r} is not in it, as {INDEX_NAME} says: {_AGAIN}")
+            raise CheckpointError(f"{folder / file}: tensor {name!r} is not in it, as {INDEX_NAME} says: {AGAIN}")
     return CheckpointIndex(folder, entries)
 
 
@@ -93,7 +93,7 @@ def read_safetensors(file: Path) -> Iterator[TensorEntry]:
             header_bytes = int.from_bytes(stream.read(8), "little")
             if file_bytes < 8 or header_bytes > file_bytes - 8:
                 raise CheckpointError(
-                    f"{file}: truncated, or not safetensors: its {file_bytes} bytes do not hold the header: {_AGAIN}"
+                    f"{file}: truncated, or not safetensors: its {file_bytes} bytes do not hold the header: {AGAIN}"
                 )
             if header_bytes > _LARGEST_HEADER:
                 raise CheckpointError(f"{file}: not safetensors: a header of {header_bytes} bytes is not possible")
@@ -113,11 +113,11 @@ def check_bytes(file: Path, entries: Iterable[TensorEntry], file_bytes: int) -> 
     for entry in ordered:
         if entry.stop > file_bytes:
             raise CheckpointError(
-                f"{entry} ends at byte {entry.stop}, but the file is truncated to {file_bytes}: {_AGAIN}"
+                f"{entry} ends at byte {entry.stop}, but the file is truncated to {file_bytes}: {AGAIN}"
             )
     for entry, following in pairwise(ordered):
         if entry.stop > following.offset:
-            raise CheckpointError(f"{entry} overlaps tensor {following.stored_name!r}: the header is damaged: {_AGAIN}")
+            raise CheckpointError(f"{entry} overlaps tensor {following.stored_name!r}: the header is damaged: {AGAIN}")
 
 
 def read_json(file: Path, error: type[Exception] = CheckpointError) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _files_without_index(folder: Path) -> list[str]:
         for other in range(1, int(total) + 1):
             name = f"{start}{other:0{len(number)}}{of}{total}{suffix}"
             if name not in files:
-                raise CheckpointError(f"{folder / name}: missing, but {match[0]} is there: {_AGAIN}")
+                raise CheckpointError(f"{folder / name}: missing, but {match[0]} is there: {AGAIN}")
     return files
 
 
@@ -184,7 +184,7 @@ def _parse_header(file: Path, raw: bytes) -> dict[str, Any]:
         if len(values) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{file}: tensor {twice!r} is in the header twice: {_AGAIN}")
+            raise CheckpointError(f"{file}: tensor {twice!r} is in the header twice: {AGAIN}")
         return values
 
     try:
@@ -208,7 +208,7 @@ def _entry(file: Path, data_start: int, name: str, value: Any) -> TensorEntry:
             f"{file}: tensor {name!r} has dtype {dtype}; known are {known}: convert it to one of them"
         )
     if not all(type(extent) is int and extent >= 0 for extent in shape):
-        raise CheckpointError(f"{file}: tensor {name!r}: shape {shape} is not a list of sizes: {_AGAIN}")
+        raise CheckpointError(f"{file}: tensor {name!r}: shape {shape} is not a list of sizes: {AGAIN}")
     needed = prod(shape) * DENSE[dtype].block_bytes
     if begin < 0 or end - begin != needed:
         raise CheckpointError(
@@ -229,7 +229,7 @@ def _check_no_holes(file: Path, entries: list[TensorEntry], data_start: int, fil
     at = data_start
     for entry in entries:
         if entry.offset != at:
-            raise CheckpointError(f"{entry}: {entry.offset - at} bytes before it belong to no tensor: {_AGAIN}")
+            raise CheckpointError(f"{entry}: {entry.offset - at} bytes before it belong to no tensor: {AGAIN}")
         at = entry.stop
     if at != file_bytes:
-        raise CheckpointError(f"{file}: its last {file_bytes - at} bytes belong to no tensor: {_AGAIN}")
+        raise CheckpointError(f"{file}: its last {file_bytes - at} bytes belong to no tensor: {AGAIN}")

@@ -87,14 +87,8 @@ def plan_reads(manifest: Sequence[Parameter], index: CheckpointIndex) -> tuple[R
 
 def shard_bytes(manifest: Sequence[Parameter], index: CheckpointIndex) -> int:
     """Bytes that the shard's elements take in the file; a part of a block counts for its share."""
-    total = 0
-    for parameter in manifest:
-        for piece in parameter.pieces:
-            num_elements = 1
-            for extent in piece.local_shape:
-                num_elements *= extent
-            total += index.entries[piece.tensor].encoding.num_bytes(num_elements)
-    return total
+    pieces = (piece for parameter in manifest for piece in parameter.pieces)
+    return sum(index.entries[piece.tensor].encoding.num_bytes(piece.num_elements) for piece in pieces)
 
 
 def check_names(config: ModelConfig, index: CheckpointIndex, spell: Callable[[str], str] = str) -> None:

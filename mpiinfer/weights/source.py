@@ -7,20 +7,15 @@ installed Python package) or `path`, and `[config]` with the model's dimensions,
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import msgspec
 
 from mpiinfer.errors import ModelError
+from mpiinfer.files import read_toml, shipped_dir
 from mpiinfer.model.config import ModelConfig, Rope
 from mpiinfer.model.families import family_of
 from mpiinfer.weights.checkpoint import GGUF_SUFFIX
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover
-    import tomli as tomllib
 
 _ACCEPTED = "a Hugging Face folder (config.json, *.safetensors, tokenizer.json) or a .gguf file"
 
@@ -79,19 +74,12 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return ModelConfig(family=family.name, qk_norm=family.qk_norm, rope=rope, **values)
 
 
-def default_cards_dir() -> Path:
-    """The cards of this installation: models/ of the repository, or their copy inside the wheel."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "data" / "models"
-    return inside if inside.is_dir() else package.parent / "models"
-
-
 def resolve_model(name: str, cards_dir: Path | None = None) -> Path:
     """The folder or .gguf file that `name` means. A card's name wins over a file of that name: write ./name for it.
 
     Raises ModelError saying what is accepted, or what to install.
     """
-    cards_dir = default_cards_dir() if cards_dir is None else cards_dir
+    cards_dir = shipped_dir("models") if cards_dir is None else cards_dir
     card_file = cards_dir / f"{name}.toml"
     if Path(name).name == name and card_file.is_file():
         return _card_path(card_file, read_card(card_file))
@@ -106,11 +94,7 @@ def resolve_model(name: str, cards_dir: Path | None = None) -> Path:
 def read_card(file: Path) -> Card:
     """The card in a TOML file; raises ModelError naming the file, and the key where there is one."""
     try:
-        card = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), Card)
-    except OSError as error:
-        raise ModelError(f"{file}: cannot be read: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file}: not valid TOML: {error}") from None
+        card = msgspec.convert(read_toml(file, ModelError), Card)
     except msgspec.ValidationError as error:
         raise ModelError(f"{file}: {error}") from None
     if card.name != file.stem:

