@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +42,12 @@ def tensors_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {piece.tensor: piece.shape for parameter in manifest for piece in parameter.pieces}
 
 
-def num_elements(shape: Iterable[int]) -> int:
-    total = 1
-    for extent in shape:
-        total *= extent
-    return total
-
-
 def write_safetensors(file: Path, shapes: Mapping[str, Sequence[int]], dtype: str = "F32") -> Path:
     """A well-formed file of zeros."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, shape in shapes.items():
-        stop = at + num_elements(shape) * ITEM_BYTES[dtype]
+        stop = at + prod(shape) * ITEM_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, stop]}
         at = stop
     return write_header(file, json.dumps(header), at)

@@ -605,3 +605,10 @@ class FailureContract:
             with pytest.raises(DomainError, match="all_reduce waited"):
                 on_all(domain, lambda: domain.all_reduce(torch.ones(1)))
         self.expect_quarantine(domain)
+
+
+# What a host domain promises, and what one with a device plane does.
+PLANE_CONTRACTS = (
+    *(PlaceContract, CollectiveContract, StagedSumContract, NeighbourContract, MisuseContract, AccountContract),
+)
+HOST_CONTRACTS = (*PLANE_CONTRACTS, MakingContract, AgreeContract)

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Family -> what the names of its classes in transformers begin with.
+CLASS_NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = tuple(CLASS_NAMES)
 BOS, EOS = "<|bos|>", "<|eos|>"
 NUM_BYTES = 256
 
@@ -91,15 +93,13 @@ def tiny_config(family: str, **shape: Any) -> Any:
     }
     if family == "mistral":
         fields["sliding_window"] = None
-    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
-    return getattr(transformers, f"{name}Config")(**(fields | shape))
+    return getattr(transformers, f"{CLASS_NAMES[family]}Config")(**(fields | shape))
 
 
 def _model_class(family: str) -> Any:
     import transformers
 
-    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
-    return getattr(transformers, f"{name}ForCausalLM")
+    return getattr(transformers, f"{CLASS_NAMES[family]}ForCausalLM")
 
 
 def _random_parameter(name: str, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:

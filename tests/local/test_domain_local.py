@@ -13,26 +13,10 @@ from mpiinfer.comm.launch import adopt, choose_device
 from mpiinfer.comm.local import run_local
 from mpiinfer.comm.solo import SoloDomain
 from mpiinfer.errors import AbortedError, DomainError, LaunchError, LayoutError, UsageError
-from tests.contracts import (
-    AccountContract,
-    AgreeContract,
-    Check,
-    CollectiveContract,
-    FailureContract,
-    MakingContract,
-    MisuseContract,
-    NeighbourContract,
-    PlaceContract,
-    StagedSumContract,
-    check_id,
-    checks,
-)
+from tests.contracts import HOST_CONTRACTS, PLANE_CONTRACTS, Check, FailureContract, check_id, checks
 
-HOST = checks(
-    *(PlaceContract, CollectiveContract, StagedSumContract, NeighbourContract, MakingContract, MisuseContract),
-    *(AccountContract, AgreeContract),
-)
-PLANE = checks(PlaceContract, CollectiveContract, StagedSumContract, NeighbourContract, MisuseContract, AccountContract)
+HOST = checks(*HOST_CONTRACTS)
+PLANE = checks(*PLANE_CONTRACTS)
 FAILURES = checks(FailureContract)
 
 

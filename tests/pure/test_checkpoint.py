@@ -7,6 +7,7 @@ import pickle
 import struct
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from mpiinfer.weights.checkpoint import open_checkpoint
 from tests.checkpoint_files import (
     GgufBytes,
     hf_values,
-    num_elements,
     tensors_of,
     tiny_config,
     write_folder,
@@ -137,7 +137,7 @@ def write_gguf(file: Path, parts: GgufBytes, shapes: dict[str, tuple[int, ...]])
     at = 0
     for name, shape in shapes.items():
         parts.tensor(name, shape, offset=at)
-        at += -(-4 * num_elements(shape) // 32) * 32
+        at += -(-4 * prod(shape) // 32) * 32
     return parts.write(file, at)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from mpiinfer.weights.encodings import Encoding
 from mpiinfer.weights.gguf import gguf_name
 from mpiinfer.weights.index import CheckpointIndex, TensorEntry
 from mpiinfer.weights.slices import Read, check_names, plan_reads, shard_bytes
-from tests.checkpoint_files import num_elements, tensors_of, tiny_config
+from tests.checkpoint_files import tensors_of, tiny_config
 
 FOLDER = Path("folder")
 
@@ -38,7 +39,7 @@ def index_of(config: ModelConfig, block: int = 1, num_files: int = 1, paired: bo
             stored_name=name,
             file=FOLDER / f"{file}.safetensors",
             offset=ends[file],
-            num_bytes=encoding.num_bytes(num_elements(shape)),
+            num_bytes=encoding.num_bytes(prod(shape)),
             shape=shape,
             encoding=encoding,
             paired_head_dim=config.head_dim if paired and (".q_proj" in name or ".k_proj" in name) else 0,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launching import PROJECT, WorldResult, run_mpiinfer
+from tests.launching import PROJECT, WorldResult, run_mpiinfer, run_world
 
 MODEL = "smollm2-135m-instruct"
 # Made with transformers 5.24 in float32 from the same file, dequantised; greedy.
@@ -116,10 +117,6 @@ def test_sampling_is_the_same_in_every_layout() -> None:
 
 
 def test_the_example_runs() -> None:
-    import sys
-
-    from tests.launching import run_world
-
     result = run_world(4, [sys.executable, str(PROJECT / "examples/half_of_a_world.py")], timeout_s=LIMIT_S)
     assert result.returncode == 0, result.shown()
     assert "ranks [0, 2] say:' Paris." in result.stdout and "pi = 3.141592654" in result.stdout

@@ -14,26 +14,10 @@ from mpiinfer.comm.launch import World, adopt, choose_device
 from mpiinfer.comm.mpi import MAX_MESSAGE_BYTES, MpiDomain
 from mpiinfer.comm.solo import SoloDomain
 from mpiinfer.errors import DomainError, LayoutError, UsageError
-from tests.contracts import (
-    AccountContract,
-    AgreeContract,
-    Check,
-    CollectiveContract,
-    FailureContract,
-    MakingContract,
-    MisuseContract,
-    NeighbourContract,
-    PlaceContract,
-    StagedSumContract,
-    check_id,
-    checks,
-)
+from tests.contracts import HOST_CONTRACTS, PLANE_CONTRACTS, Check, FailureContract, check_id, checks
 
-HOST = checks(
-    *(PlaceContract, CollectiveContract, StagedSumContract, NeighbourContract, MakingContract, MisuseContract),
-    *(AccountContract, AgreeContract),
-)
-PLANE = checks(PlaceContract, CollectiveContract, StagedSumContract, NeighbourContract, MisuseContract, AccountContract)
+HOST = checks(*HOST_CONTRACTS)
+PLANE = checks(*PLANE_CONTRACTS)
 
 
 @pytest.fixture
