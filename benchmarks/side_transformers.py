@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from pathlib import Path
 
 import torch
 import transformers
+from side import figures, options_of, prompt_of
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gguf", type=Path, required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--input-tokens", type=int, required=True)
-    parser.add_argument("--output-tokens", type=int, required=True)
-    options = parser.parse_args()
+    options = options_of(__doc__, ("--gguf", Path), ("--threads", int))
     torch.set_num_threads(options.threads)
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         options.gguf.parent, gguf_file=options.gguf.name, dtype=torch.float32
     ).eval()
-    prompt = torch.tensor([[1000 + i for i in range(options.input_tokens)]])
+    prompt = torch.tensor([prompt_of(options.input_tokens)])
 
     def seconds(num_tokens: int) -> float:
         started = time.perf_counter()
@@ -37,14 +32,7 @@ def main() -> None:
             )
         return time.perf_counter() - started
 
-    seconds(8)
-    prefill_s = seconds(1)
-    decode_s = seconds(options.output_tokens) - prefill_s
-    figures = {
-        "decode_tokens_per_s": (options.output_tokens - 1) / decode_s,
-        "prefill_tokens_per_s": options.input_tokens / prefill_s,
-    }
-    print(json.dumps(figures))
+    print(json.dumps(figures(seconds, options.input_tokens, options.output_tokens)))
 
 
 if __name__ == "__main__":
