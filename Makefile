@@ -16,7 +16,8 @@ unexport PYTHONPATH PYTHONHOME MPI4PY_MPIABI MPI4PY_LIBMPI
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 # An installation is finished when its stamp exists, named after what was installed for what, where and by whom.
-KEY  := $(shell { cat pyproject.toml constraints.txt; pwd; $(PYTHON) --version; } 2>&1 | cksum | cut -d ' ' -f 1)
+KEY  := $(shell { cat pyproject.toml constraints.txt hatch_build.py mpiinfer/model/kernels/*.cpp \
+          mpiinfer/model/kernels/*.h mpiinfer/model/kernels/build.py; pwd; $(PYTHON) --version; } 2>&1 | cksum | cut -d ' ' -f 1)
 BASE := $(VENV)/.installed-run-$(KEY)
 FULL := $(VENV)/.installed-all-$(KEY)
 RUN  := $(VENV)/bin/python -m tests.run
