@@ -7,23 +7,24 @@ prompt: text, request, schedule, plans, stages, samples, text. Both are collecti
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
+
 from mpiinfer.comm.agree import on_all, on_first, same_on_all
 from mpiinfer.comm.domain import Domain
 from mpiinfer.comm.launch import World, adopt, choose_device, launch
 from mpiinfer.comm.waits import DEADLINE_WORDS
-from mpiinfer.engine.loop import HeadLoop, OnFinish
+from mpiinfer.engine.generation import Generation
+from mpiinfer.engine.inbox import Inbox, ListInbox, OnFinish
 from mpiinfer.engine.memory import free_bytes, peak_rss_bytes
 from mpiinfer.engine.prompts import Prompt, make_requests
+from mpiinfer.engine.replica import Replica
 from mpiinfer.engine.request import Output, Request, SamplingParams
-from mpiinfer.engine.runner import Runner
-from mpiinfer.engine.scheduler import Scheduler
-from mpiinfer.engine.stats import RankTimes, RunStats
+from mpiinfer.engine.stats import RunStats
 from mpiinfer.errors import AbortedError, DeadlineError, EngineError, LayoutError, MpiinferError, RequestError
 from mpiinfer.layout.grid import make_grid
 from mpiinfer.layout.mesh import Mesh, data_plane, open_mesh
@@ -32,8 +33,6 @@ from mpiinfer.model.config import ModelConfig
 from mpiinfer.model.formats import compute_dtype, name_of
 from mpiinfer.model.stage import Stage
 from mpiinfer.observe.log import LOGGER
-from mpiinfer.pipeline.executor import Executor
-from mpiinfer.pipeline.schedule import check, ring
 from mpiinfer.plan.cost import layer_ranges
 from mpiinfer.plan.fit import best_layout, resolve
 from mpiinfer.text.tokenizer import Tokenizer
@@ -44,10 +43,6 @@ from mpiinfer.weights.source import resolve_model
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-# Prompt tokens and sequences of one step: enough for full speed, and a bound on the memory of activations and logits.
-MAX_STEP_TOKENS = 1024
-MAX_SLOT_SEQUENCES = 256
 
 # Told (bytes so far, bytes in all) while this rank loads.
 OnLoad = Callable[[int, int], None]
@@ -101,13 +96,8 @@ class Engine:
         self._stage = stage
         self._tokenizer = tokenizer
         self._eos_token_ids = self.config.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset())
-        self._runner = Runner(stage, mesh.tp)
-        schedule = ring(layout.pipeline, layout.num_slots)
-        check(schedule)
-        self._executor = Executor(
-            schedule, mesh.replica, mesh.pp, self._runner, returns=mesh.pp.is_last and mesh.tp.is_first
-        )
         self.cache_tokens = self._agree_on_cache()
+        self._replica = Replica(layout, mesh, stage, self.cache_tokens // layout.block_tokens)
         self.reports = mesh.model.gather_object(self._rank_report(report), idle=True)
 
     @classmethod
@@ -183,12 +173,14 @@ class Engine:
         ids: Sequence[str] | None = None,
         on_finish: OnFinish | None = None,
         concurrency: int | None = None,
+        arrivals_s: Sequence[float] | None = None,
     ) -> list[Output]:
         """Answer all prompts, run together in micro-batches. Collective; the first rank's arguments count.
 
         prompts: texts, lists of token ids, or lists of chat messages. sampling: one for all, or one each.
-        on_finish: told of each output that this rank's replica finishes. concurrency: how many prompts run at once
-        at most (default: as many as the cache holds).
+        on_finish: told of each output on the first rank, when it is finished. concurrency: how many prompts run at
+        once at most (default: as many as the cache holds). arrivals_s: seconds from now at which each prompt may begin,
+        ascending.
 
         Returns the outputs in the order of the prompts on the first rank, an empty list on the others; the first
         rank's `stats` say what the run cost. Raises
@@ -197,12 +189,34 @@ class Engine:
         """
         self._check_alive()
         try:
-            requests = on_first(self._mesh.model, lambda: self._requests(prompts, sampling, ids))
-            return self._answer(requests, on_finish, concurrency)
+            requests: list[Request] = []  # on the first rank only
+            on_first(self._mesh.model, lambda: requests.extend(self._requests(prompts, sampling, ids)))
+            inbox = ListInbox(requests, arrivals_s, on_finish) if self.is_first else None
+            self._run(inbox, concurrency)
+            return sorted(inbox.outputs, key=lambda output: output.index) if inbox else []
         except RequestError:  # on every rank, before anything ran
             raise
         except BaseException as error:
             self._fail(error)
+
+    def run(self, inbox: Inbox | None = None, *, concurrency: int | None = None) -> None:
+        """Answer requests as they come, until `inbox` (given on the first rank) is closed. Collective.
+
+        While there are none, all ranks sleep. Raises EngineError where a rank failed.
+        """
+        self._check_alive()
+        try:
+            self._run(inbox, concurrency)
+        except BaseException as error:
+            self._fail(error)
+
+    def request(self, index: int, prompt: Prompt, sampling: SamplingParams | None = None) -> Request:
+        """A request for an inbox: checked and tokenised, on the first rank. May be called from any thread.
+
+        Raises RequestError for one that the model cannot take.
+        """
+        request = self._requests([prompt], sampling, None)[0]
+        return msgspec.structs.replace(request, index=index, id=str(index))
 
     def close(self) -> None:
         """Free the domains and what `open` made of the communicator. Collective."""
@@ -223,17 +237,16 @@ class Engine:
         if cause is not None:
             raise EngineError(f"this engine has failed and cannot be used any more: {cause}")
 
-    def _answer(self, requests: Sequence[Request], on_finish: OnFinish | None, concurrency: int | None) -> list[Output]:
-        model = self._mesh.model
-        mine = requests[self._mesh.place.replica :: self.layout.replicas]
-        head = self._head_loop(mine, on_finish, concurrency) if self._mesh.replica.is_first else None
-        times = self._timed_run(head)
-        gathered = model.gather_object((times, head.outputs, head.times) if head else (times, [], []), idle=True)
-        self._runner.reset()
+    def _run(self, inbox: Inbox | None, concurrency: int | None) -> None:
+        """Answer what comes through `inbox`, given on the first rank."""
+        gathered = self._mesh.model.gather_object(self._replica.run(inbox, self._begin, concurrency), idle=True)
         if gathered:
-            of_requests = tuple(one for _, _, of_head in gathered for one in of_head)
-            self.stats = RunStats(tuple(rank for rank, _, _ in gathered), of_requests)
-        return sorted((output for _, outputs, _ in gathered for output in outputs), key=lambda output: output.index)
+            of_requests = tuple(one for _, of_head in gathered for one in of_head)
+            self.stats = RunStats(tuple(rank for rank, _ in gathered), of_requests)
+
+    def _begin(self, request: Request) -> Generation:
+        assert self._tokenizer is not None
+        return Generation(request, self._tokenizer, self._eos_token_ids, self.config.max_positions)
 
     def _requests(
         self,
@@ -247,41 +260,13 @@ class Engine:
             request.check_fits(self.config.max_positions, self.cache_tokens)
         return requests
 
-    def _timed_run(self, head: HeadLoop | None) -> RankTimes:
-        """Run until the head's final plan; how this rank's time went."""
-
-        def clocks() -> tuple[float, float, float, float]:
-            wait_s = self._mesh.replica.accounts.wait_s + self._mesh.pp.accounts.wait_s
-            return time.perf_counter(), self._executor.forward_s, self._mesh.tp.accounts.wait_s, wait_s
-
-        before = clocks()
-        self._executor.run(head)
-        return RankTimes(*(after - start for after, start in zip(clocks(), before, strict=True)))
-
-    def _head_loop(self, requests: Sequence[Request], on_finish: OnFinish | None, concurrency: int | None) -> HeadLoop:
-        assert self._tokenizer is not None
-        most = MAX_SLOT_SEQUENCES * self.layout.num_slots
-        scheduler = Scheduler(
-            num_slots=self.layout.num_slots,
-            cache_tokens=self.cache_tokens,
-            max_step_tokens=MAX_STEP_TOKENS,
-            max_sequences=most if concurrency is None else min(most, -(-concurrency // self.layout.replicas)),
-        )
-        return HeadLoop(
-            requests,
-            scheduler,
-            self._tokenizer,
-            eos_token_ids=self._eos_token_ids,
-            max_positions=self.config.max_positions,
-            on_finish=on_finish,
-        )
-
     def _agree_on_cache(self) -> int:
         """Tokens of cache: the smallest of what the ranks have room for, the same on every rank of the model."""
         free = free_bytes(self._stage.device)
         if self._stage.device.type == "cpu":  # shared with the other ranks of the node; a GPU is this rank's own
             free //= self._world.num_local
-        tokens = self.layout.cache_bytes(free) // self._stage.cache_bytes_per_token
+        block = self.layout.block_tokens
+        tokens = self.layout.cache_bytes(free) // (self._stage.cache_bytes_per_token * block) * block
         model = self._mesh.model
         everyone = model.gather_object(tokens, idle=True)
         return on_first(model, lambda: min(everyone))
@@ -307,7 +292,7 @@ class Engine:
         """This rank cannot go on: say why in one line, and see that no other rank waits for it."""
         place = self._mesh.place
         rank = self._world.domain.rank
-        label = f"[rank {rank}, model {Path(self.model).name}, stage {place.stage}, step {self._runner.step}]"
+        label = f"[rank {rank}, model {Path(self.model).name}, stage {place.stage}, step {self._replica.step}]"
         if isinstance(error, AbortedError):
             self._failure = str(error)
             if DEADLINE_WORDS in self._failure:

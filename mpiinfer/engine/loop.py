@@ -1,153 +1,105 @@
 """The head's side of a run: requests into the scheduler, plans out, results into texts and outputs.
 
-Runs on the first rank of each replica; the ranks behind it only execute plans. Text is handled here, one request at a
-time: the scheduler and the ranks see token ids alone.
+Runs on the first rank of each replica; the ranks behind it only execute plans. A result is taken in two parts: token
+ids decide at once what runs next, texts follow while the next step is under way. So a stop string ends a sequence one
+step late, and what that step gave is dropped.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 
-from mpiinfer.engine.request import Output, Request, TopToken
-from mpiinfer.engine.scheduler import Scheduler
+from mpiinfer.engine.generation import Generation
+from mpiinfer.engine.inbox import Inbox
+from mpiinfer.engine.request import Request
+from mpiinfer.engine.scheduler import Scheduler, Sequence
 from mpiinfer.engine.stats import RequestTimes
-from mpiinfer.engine.step import NewSequence, Sample, decode_result, encode
-from mpiinfer.text.tokenizer import StopStrings, Tokenizer
+from mpiinfer.engine.step import decode_result, encode
 
-OnFinish = Callable[[Output], None]
-
-
-class Generation:
-    """One request on its way: its tokens so far, and whether its text is done."""
-
-    def __init__(
-        self, request: Request, tokenizer: Tokenizer, eos_token_ids: frozenset[int], max_positions: int
-    ) -> None:
-        self.request = request
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.top_logprobs: list[list[TopToken]] = []
-        self.finish_reason: str | None = None
-        self.num_new_tokens = request.num_new_tokens(max_positions)
-        self.admitted_s = self.first_token_s = self.last_token_s = 0.0
-        self._tokenizer = tokenizer
-        self._eos_token_ids = frozenset() if request.sampling.ignore_eos else eos_token_ids
-        self._stream = tokenizer.stream()
-        self._stops = StopStrings(request.sampling.stop)
-        self._text: list[str] = []
-
-    def take(self, sample: Sample) -> None:
-        """Add a token; sets `finish_reason` where it is the last one."""
-        self.last_token_s = time.perf_counter()
-        if not self.token_ids:
-            self.first_token_s = self.last_token_s
-        self.token_ids.append(sample.token)
-        self.logprobs.append(sample.logprob)
-        self.top_logprobs.append([TopToken(*pair) for pair in zip(sample.top_tokens, sample.top_logprobs, strict=True)])
-        if sample.token in self._eos_token_ids:
-            self.finish_reason = "stop"
-            return
-        piece, stopped = self._stops.push(self._stream.push(sample.token))
-        self._text.append(piece)
-        if stopped:
-            self.finish_reason = "stop"
-        elif len(self.token_ids) == self.num_new_tokens:
-            self.finish_reason = "length"
-
-    def output(self) -> Output:
-        """The answer, once it is finished."""
-        assert self.finish_reason is not None
-        request, wanted = self.request, self.request.sampling.logprobs
-        return Output(
-            id=request.id,
-            index=request.index,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            text="".join(self._text) + self._rest(),
-            token_ids=self.token_ids,
-            finish_reason=self.finish_reason,
-            logprobs=None if wanted is None else self.logprobs,
-            top_logprobs=self.top_logprobs if wanted else None,
-        )
-
-    def times(self) -> RequestTimes:
-        """When its tokens came, counted from its admission."""
-        return RequestTimes(
-            len(self.token_ids), self.first_token_s - self.admitted_s, self.last_token_s - self.admitted_s
-        )
-
-    def _rest(self) -> str:
-        """What the stream held back; a stop string may still end inside it."""
-        piece, stopped = self._stops.push(self._stream.finish())
-        return piece if stopped else piece + self._stops.finish()
+# Makes what a request becomes.
+Begin = Callable[[Request], Generation]
+# Waits, asleep between two looks, until a test is true; returns the seconds that it took.
+Wait = Callable[[Callable[[], bool]], float]
 
 
 class HeadLoop:
-    """Feeds one replica with `requests`. Implements the executor's `Head`."""
+    """Feeds one replica from `inbox`. Implements the executor's `Head`."""
 
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        scheduler: Scheduler,
-        tokenizer: Tokenizer,
-        *,
-        eos_token_ids: frozenset[int],
-        max_positions: int,
-        on_finish: OnFinish | None = None,
-    ) -> None:
-        self.outputs: list[Output] = []
+    def __init__(self, inbox: Inbox, scheduler: Scheduler, begin: Begin, wait: Wait) -> None:
         self.times: list[RequestTimes] = []
+        self.idle_s = 0.0
+        self._inbox = inbox
         self._scheduler = scheduler
-        self._on_finish = on_finish
-        self._running: dict[int, Generation] = {}
-        for sequence, request in enumerate(requests):
-            generation = Generation(request, tokenizer, eos_token_ids, max_positions)
-            self._running[sequence] = generation
-            scheduler.add(_new_sequence(sequence, request, max_positions))
+        self._begin = begin
+        self._wait = wait
+        self._num_sequences = 0
+        self._generations: dict[int, Generation] = {}
+        self._behind: deque[int] = deque()  # sequences with tokens whose text is still to be made
 
     def next_plan(self, slot: int) -> bytes | None:
+        self._take_in()
         plan = self._scheduler.plan(slot)
-        if plan is None:
-            return None
-        for new in plan.new:
-            self._running[new.sequence].admitted_s = time.perf_counter()
-        return encode(plan)
+        return None if plan is None else encode(plan)
 
     def take_result(self, slot: int, data: bytes) -> None:
         result = decode_result(data)
         self._scheduler.collect(slot, result)
         for sample in result.samples:
-            generation = self._running[sample.sequence]
-            generation.take(sample)
-            if generation.finish_reason is not None:
-                self._finish(sample.sequence)
+            generation = self._generations.get(sample.sequence)
+            if generation is not None and generation.finish_reason is None:
+                generation.take(sample)
+                if generation.finish_reason is not None:
+                    self._scheduler.finish(sample.sequence)
+                self._behind.append(sample.sequence)
 
-    def final_plan(self) -> bytes | None:
-        return encode(self._scheduler.drain()) if self._scheduler.is_done else None
+    def catch_up(self) -> None:
+        while self._behind:
+            self._make_text(self._behind.popleft())
 
-    def _finish(self, sequence: int) -> None:
-        self._scheduler.finish(sequence)
-        generation = self._running.pop(sequence)
-        output = generation.output()
-        self.outputs.append(output)
+    def pause(self) -> bytes | None:
+        self.catch_up()
+        self._take_in()
+        if not self._scheduler.is_done:
+            return None
+        return encode(self._scheduler.command("drain" if self._inbox.is_closed else "rest"))
+
+    def wait(self) -> None:
+        self.idle_s += self._wait(self._has_work)
+
+    def _has_work(self) -> bool:
+        self._take_in()
+        return not self._scheduler.is_done or self._inbox.is_closed
+
+    def _take_in(self) -> None:
+        """New requests into the scheduler, cancelled ones out of it."""
+        for request in self._inbox.take(self._scheduler.room):
+            number = self._num_sequences
+            self._num_sequences += 1
+            generation = self._generations[number] = self._begin(request)
+            self._scheduler.add(Sequence(number, list(request.prompt_token_ids), generation.sampling))
+        for index in self._inbox.take_cancelled():
+            self._cancel(index)
+
+    def _cancel(self, index: int) -> None:
+        """Its answer is what there is of it so far."""
+        for number, generation in list(self._generations.items()):
+            if generation.request.index == index and generation.finish_reason is None:
+                generation.finish_reason = "cancelled"
+                self._scheduler.finish(number)
+                self._behind.append(number)
+
+    def _make_text(self, number: int) -> None:
+        generation = self._generations.get(number)
+        if generation is None:
+            return
+        had_ended = generation.finish_reason is not None
+        generation.flush()
+        if generation.finish_reason is None:
+            return
+        if not had_ended:  # a stop string has ended it, which the token ids did not show
+            self._scheduler.finish(number)
+        del self._generations[number]
         self.times.append(generation.times())
-        if self._on_finish is not None:
-            self._on_finish(output)
-
-
-def _new_sequence(sequence: int, request: Request, max_positions: int) -> NewSequence:
-    sampling = request.sampling
-    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    logprobs = -1 if sampling.logprobs is None else sampling.logprobs
-    return NewSequence(
-        sequence,
-        request.prompt_token_ids,
-        request.capacity(max_positions),
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        seed,
-        logprobs,
-    )
+        self._inbox.deliver(generation.output())

@@ -55,7 +55,11 @@ class Sampler:
         self._vocab_size = vocab_size
         self._tp = tp
 
-    def __call__(self, logits_SV: torch.Tensor, choices: list[Choice]) -> list[Chosen]:
+    def __call__(self, logits_SV, rows):
+        choices = [Choice(r.sampling.temperature, r.sampling.top_k, r.sampling.top_p, r.sampling.seed, len(r.token_ids), r.sampling.logprobs) for r in rows]
+        return self._old(logits_SV, choices)
+
+    def _old(self, logits_SV: torch.Tensor, choices: list[Choice]) -> list[Chosen]:
         """logits_SV float32; one `Chosen` for each row, the same on every shard."""
         tokens_S = self._greedy(logits_SV)
         for row, choice in enumerate(choices):
@@ -202,3 +206,10 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _as_int64(x: int) -> int:
     return x - (1 << 64) if x >= 1 << 63 else x
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    sampling: object
+    token_ids: list
+    num_prompt: int

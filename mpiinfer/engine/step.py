@@ -10,28 +10,32 @@ from typing import Literal
 
 import msgspec
 
-VERSION = 1
+from mpiinfer.engine.sampling import Sampling
 
-PlanKind = Literal["run", "drain"]
+VERSION = 2
+
+PlanKind = Literal["run", "rest", "drain"]
 
 
 class NewSequence(msgspec.Struct, array_like=True, frozen=True):
-    """A sequence that begins: its prompt, room in tokens for its keys and values, and how its tokens are chosen."""
+    """A sequence that begins, or begins again after its blocks were taken from it.
+
+    token_ids: its prompt of `num_prompt` tokens, and what it has generated. blocks: those that already hold the keys
+    and values of its first tokens, since another sequence began with the same ones.
+    """
 
     sequence: int
-    prompt: list[int]
-    capacity: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    logprobs: int
+    token_ids: list[int]
+    num_prompt: int
+    blocks: list[int]
+    sampling: Sampling
 
 
 class Chunk(msgspec.Struct, array_like=True, frozen=True):
     """Tokens of one sequence in a step: `num_tokens` of them at positions from `start` on.
 
-    token: the token fed where the prompt is behind (then num_tokens is 1), else -1. samples: whether the last token's
+    token: the token at position `start` where the ranks do not know it yet (then num_tokens is 1), else -1. blocks:
+    those that the sequence gets for these tokens, beside the ones that it has. samples: whether the last token's
     logits choose the next token.
     """
 
@@ -39,13 +43,15 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
     start: int
     num_tokens: int
     token: int
+    blocks: list[int]
     samples: bool
 
 
 class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """What every rank of a replica does next. `freed` sequences are forgotten before `new` ones begin.
 
-    kind: "run" computes `chunks`; "drain" ends the run after all earlier steps.
+    kind: "run" computes `chunks`; "rest" computes nothing, and the next plan may come late; "drain" ends the run after
+    all earlier steps.
     """
 
     version: int
@@ -63,6 +69,10 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     @property
     def is_final(self) -> bool:
         return self.kind == "drain"
+
+    @property
+    def is_rest(self) -> bool:
+        return self.kind == "rest"
 
 
 class Sample(msgspec.Struct, array_like=True, frozen=True):

@@ -43,12 +43,14 @@ class Mesh:
     """My place, and the domains I am in.
 
     model: all ranks of the model, head first. replica: one data-parallel copy, its head first.
-    tp: the shards of my stage. pp: my shard's stages, first to last.
+    heads: the heads of all replicas, on those ranks only. tp: the shards of my stage. pp: my shard's stages, first to
+    last.
     """
 
     place: Place
     model: Domain
     replica: Domain
+    heads: Domain | None
     tp: Domain
     pp: Domain
 
@@ -60,12 +62,13 @@ class Mesh:
 
     def close(self) -> None:
         """Free all domains, children first. Collective."""
-        for domain in (self.pp, self.tp, self.replica, self.model):
+        for domain in reversed(self.domains):
             domain.close()
 
     @property
     def domains(self) -> tuple[Domain, ...]:
-        return (self.model, self.replica, self.tp, self.pp)
+        heads = () if self.heads is None else (self.heads,)
+        return (self.model, self.replica, *heads, self.tp, self.pp)
 
 
 def open_mesh(world: Domain, grid: Grid, open_plane: OpenPlane = host_plane) -> Mesh:
@@ -75,11 +78,12 @@ def open_mesh(world: Domain, grid: Grid, open_plane: OpenPlane = host_plane) -> 
     position = grid.ranks.index(rank)
     model = _split(world, 0, position, "model")
     replica = _split(model, place.replica, position, f"replica{place.replica}")
+    heads = model.split(0 if replica.is_first else None, place.replica, name="heads")
     tp = _split(replica, place.stage, place.shard, f"tp{place.replica}.{place.stage}")
     pp = _split(replica, place.shard, place.stage, f"pp{place.replica}.{place.shard}")
     tp = open_plane(tp, collectives=True, edges=False)
     pp = open_plane(pp, collectives=False, edges=True)
-    return Mesh(place=place, model=model, replica=replica, tp=tp, pp=pp)
+    return Mesh(place=place, model=model, replica=replica, heads=heads, tp=tp, pp=pp)
 
 
 def _split(parent: Domain, color: int, key: int, name: str) -> Domain:

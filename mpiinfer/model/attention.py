@@ -22,31 +22,30 @@ from mpiinfer.model.shard import HeadShard
 MASKED_QUERIES = 256
 
 
-class SequenceCache:
-    """Keys and values of one sequence in all layers of a stage: `capacity` tokens, allocated once."""
-
-    def __init__(
-        self, num_layers: int, num_kv_heads: int, capacity: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        shape = (num_layers, num_kv_heads, capacity, head_dim)
+class BlockCache:
+    def __init__(self, num_layers, num_kv_heads, num_blocks, block_tokens, head_dim, dtype, device) -> None:
+        shape = (num_layers, num_blocks, block_tokens, num_kv_heads, head_dim)
         self._keys = torch.empty(shape, dtype=dtype, device=device)
         self._values = torch.empty(shape, dtype=dtype, device=device)
+        self.block_tokens = block_tokens
 
-    def append(
-        self, layer: int, start: int, k_nKd: torch.Tensor, v_nKd: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store n tokens from position `start` on; return all keys and values so far, [K, L, d] views."""
-        stop = start + k_nKd.shape[0]
-        self._keys[layer, :, start:stop] = k_nKd.transpose(0, 1)
-        self._values[layer, :, start:stop] = v_nKd.transpose(0, 1)
-        return self._keys[layer, :, :stop], self._values[layer, :, :stop]
+    def append(self, layer, segment, k_nKd, v_nKd):
+        p = torch.arange(segment.start, segment.start + segment.num_tokens)
+        table = torch.tensor(segment.blocks)
+        self._keys[layer, table[p // self.block_tokens], p % self.block_tokens] = k_nKd
+        self._values[layer, table[p // self.block_tokens], p % self.block_tokens] = v_nKd
+
+    def read(self, layer, segment):
+        stop = segment.start + segment.num_tokens
+        table = torch.tensor(segment.blocks)[: -(-stop // self.block_tokens)]
+        k = self._keys[layer, table].flatten(0, 1)[:stop].transpose(0, 1)
+        v = self._values[layer, table].flatten(0, 1)[:stop].transpose(0, 1)
+        return k, v
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The tokens of one sequence in a step: rows `first` to `first + num_tokens`, at positions from `start` on."""
-
-    cache: SequenceCache
+    blocks: list
     first: int
     start: int
     num_tokens: int
@@ -54,16 +53,15 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a step computes, flat over its sequences.
-
-    token_ids, positions: int64 [T]. sample_rows: int64 [S], the rows whose logits are wanted. rotation: of these
-    positions.
-    """
-
     token_ids: torch.Tensor
+    positions: torch.Tensor
     segments: tuple[Segment, ...]
     sample_rows: torch.Tensor
-    rotation: Rotation
+
+    @staticmethod
+    def of(token_ids, segments, sample_rows, device):
+        positions = [p for s in segments for p in range(s.start, s.start + s.num_tokens)]
+        return Batch(torch.tensor(token_ids), torch.tensor(positions), tuple(segments), torch.tensor(sample_rows, dtype=torch.int64))
 
 
 @dataclass(frozen=True)
@@ -101,18 +99,21 @@ class Attention:
         self.window = window
         self._kv_of_query = torch.tensor(heads.kv_of_query, device=device)
 
-    def __call__(self, x_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def __call__(self, x_TD, batch, rotation, cache) -> torch.Tensor:
         num_q, num_kv = len(self.heads.queries), len(self.heads.kv)
         heads_THd = self.qkv(x_TD).view(x_TD.shape[0], num_q + 2 * num_kv, self.head_dim)
         q_TQd, k_TKd = heads_THd[:, :num_q], heads_THd[:, num_q : num_q + num_kv]
         v_TKd = heads_THd[:, num_q + num_kv :]
         if self.norms is not None:
             q_TQd, k_TKd = self.norms(q_TQd, k_TKd)
-        q_TQd, k_TKd = batch.rotation(q_TQd), batch.rotation(k_TKd)
+        q_TQd, k_TKd = rotation(q_TQd), rotation(k_TKd)
         mixed_TQd = torch.empty_like(q_TQd)
         for segment in batch.segments:
             rows = slice(segment.first, segment.first + segment.num_tokens)
-            k_KLd, v_KLd = segment.cache.append(self.layer, segment.start, k_TKd[rows], v_TKd[rows])
+            cache.append(self.layer, segment, k_TKd[rows], v_TKd[rows])
+        for segment in batch.segments:
+            rows = slice(segment.first, segment.first + segment.num_tokens)
+            k_KLd, v_KLd = cache.read(self.layer, segment)
             mixed_TQd[rows] = self._attend(q_TQd[rows], k_KLd, v_KLd, segment.start)
         return self.output(mixed_TQd.flatten(1))
 

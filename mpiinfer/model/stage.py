@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from mpiinfer.comm.domain import Domain
-from mpiinfer.model.attention import Attention, Batch, HeadNorms, SequenceCache
+from mpiinfer.model.attention import Attention, Batch, HeadNorms, BlockCache
 from mpiinfer.model.config import ModelConfig
 from mpiinfer.model.formats import DenseWeight, LinearWeight
 from mpiinfer.model.layers import ColumnLinear, GatedMlp, RowLinear, VocabularyEmbedding, rms_norm
@@ -33,8 +33,8 @@ class Layer:
     mlp: GatedMlp
     eps: float
 
-    def __call__(self, hidden_TD: torch.Tensor, batch: Batch) -> torch.Tensor:
-        hidden_TD = hidden_TD + self.attention(rms_norm(hidden_TD, self.attention_norm, self.eps), batch)
+    def __call__(self, hidden_TD, batch, rotation, cache) -> torch.Tensor:
+        hidden_TD = hidden_TD + self.attention(rms_norm(hidden_TD, self.attention_norm, self.eps), batch, rotation, cache)
         return hidden_TD + self.mlp(rms_norm(hidden_TD, self.mlp_norm, self.eps))
 
 
@@ -73,15 +73,8 @@ class Stage:
         """Bytes of keys and values that one token takes on this rank."""
         return len(self.layers) * self._heads.cache_width(self.config.head_dim) * self.dtype.itemsize
 
-    def new_cache(self, capacity: int) -> SequenceCache:
-        """Room for the keys and values of a sequence of `capacity` tokens."""
-        return SequenceCache(
-            len(self.layers), len(self._heads.kv), capacity, self.config.head_dim, self.dtype, self.device
-        )
-
-    def rotation(self, positions_T: torch.Tensor) -> Rotation:
-        """The rotary angles of a step's tokens, int64 [T]."""
-        return Rotation(self._frequencies, positions_T, self.dtype)
+    def allocate_cache(self, num_blocks, block_tokens):
+        self.cache = BlockCache(len(self.layers), len(self._heads.kv), num_blocks, block_tokens, self.config.head_dim, self.dtype, self.device)
 
     def new_hidden(self, num_tokens: int) -> torch.Tensor:
         """An empty activation [T, D], as it travels between stages."""
@@ -94,11 +87,12 @@ class Stage:
 
         Returns [T, D] for the next stage, or on the last stage the logits of this shard's vocabulary, float32 [S, V].
         """
+        rotation = Rotation(self._frequencies, batch.positions, self.dtype)
         if self._embedding is not None:
             hidden_TD = self._embedding(batch.token_ids)
         assert hidden_TD is not None
         for layer in self._layers:
-            hidden_TD = layer(hidden_TD, batch)
+            hidden_TD = layer(hidden_TD, batch, rotation, self.cache)
             between()
         if self._head is None:
             return hidden_TD

@@ -19,7 +19,8 @@ from mpiinfer.pipeline.schedule import Action, Kind, Schedule
 
 
 class Plan(Protocol):
-    """What the executor reads of a step's plan. A plan of no tokens computes nothing; a final one ends the run."""
+    """What the executor reads of a step's plan. A plan of no tokens computes nothing; a final one ends the run, and
+    after one that says rest the next may come late."""
 
     @property
     def slot(self) -> int: ...
@@ -29,6 +30,9 @@ class Plan(Protocol):
 
     @property
     def is_final(self) -> bool: ...
+
+    @property
+    def is_rest(self) -> bool: ...
 
 
 P = TypeVar("P", bound=Plan)
@@ -62,8 +66,14 @@ class Head(Protocol):
     def take_result(self, slot: int, data: bytes) -> None:
         """The result of the slot's last plan."""
 
-    def final_plan(self) -> bytes | None:
-        """The plan that ends the run, once no slot has work; None while there is work."""
+    def catch_up(self) -> None:
+        """Do what may be done while other ranks compute."""
+
+    def pause(self) -> bytes | None:
+        """Called when no slot has work: the plan that ends the run, or the one that tells the ranks to rest."""
+
+    def wait(self) -> None:
+        """After a plan that says rest: return when there is work, or when the run can end."""
 
 
 class Executor(Generic[P]):
@@ -109,16 +119,20 @@ class Executor(Generic[P]):
                     self._plans[slot] = None if data is None else self._announce(data)
                 else:
                     self._do(kind, slot)
-            final = None if self._due else head.final_plan()
-            if final is not None:
-                self._announce(final)
-                return
+            if not self._due and (data := head.pause()) is not None:
+                if self._announce(data).is_final:
+                    return
+                head.wait()
 
     def _follow(self) -> None:
+        rests = False
         while True:
-            plan = self._worker.accept(self._replica.irecv_message(0).wait())
+            plan = self._worker.accept(self._replica.irecv_message(0).wait(idle=rests))
             if plan.is_final:
                 return
+            rests = plan.is_rest
+            if not plan.num_tokens:
+                continue
             self._plans[plan.slot] = plan
             for kind, slot in self._of_slot[plan.slot]:
                 if kind not in (Kind.PLAN, Kind.COLLECT):
@@ -133,7 +147,9 @@ class Executor(Generic[P]):
     def _collect(self, head: Head, slot: int) -> None:
         if slot in self._due:
             self._due.remove(slot)
-            head.take_result(slot, self._replica.irecv_message(self._last_shard).wait())
+            arriving = self._replica.irecv_message(self._last_shard)
+            head.catch_up()
+            head.take_result(slot, arriving.wait())
 
     def _do(self, kind: Kind, slot: int) -> None:
         plan = self._plans.get(slot)
