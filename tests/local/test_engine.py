@@ -177,7 +177,7 @@ def test_logprobs_are_one_a_token(llama: Path, split: tuple[int, int]) -> None:
 
 def test_prompts_longer_than_a_step_are_cut(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generate(llama, Layout(), PROMPTS, _greedy())
-    monkeypatch.setattr("mpiinfer.engine.engine.MAX_STEP_TOKENS", 16)
+    monkeypatch.setattr("mpiinfer.engine.replica.MAX_STEP_TOKENS", 16)
     for layout in (Layout(), Layout(tensor=2, pipeline=2)):
         outputs = generate(llama, layout, PROMPTS, _greedy())
         assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
@@ -448,7 +448,7 @@ def test_ranks_with_other_weights_say_so(llama: Path, models: Any) -> None:
 
 
 def test_many_prompts_run_in_bounded_steps(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpiinfer.engine.engine.MAX_SLOT_SEQUENCES", 3)
+    monkeypatch.setattr("mpiinfer.engine.replica.MAX_SLOT_SEQUENCES", 3)
     sizes: list[int] = []
     real = Runner.finish
 

@@ -203,22 +203,19 @@ def test_slots_are_even_again_after_one_has_lost_its_sequences() -> None:
     scheduler, ranks = _scheduler(num_slots=2), Ranks(4)
     for number in range(8):
         scheduler.add(Sequence(number, _prompt(number, 5), GREEDY))
-    in_flight = [scheduler.plan(0), scheduler.plan(1)]
-    results = [ranks.follow(plan) for plan in in_flight if plan]
-    for chunk in in_flight[0].chunks if in_flight[0] else []:
-        scheduler.finish(chunk.sequence)
-    sizes = []
-    for slot in (0, 1, 0, 1):
-        scheduler.collect(slot, results[slot])
-        plan = scheduler.plan(slot)
-        if plan is None:
-            results[slot] = None  # type: ignore[call-overload]
-            scheduler._in_flight.add(slot)
-            results[slot] = StepResult(VERSION, -1, [])
-            continue
-        sizes.append(len(plan.chunks))
-        results[slot] = ranks.follow(plan)
-    assert sizes[-2:] == [2, 2]
+    under_way = {slot: ranks.follow(_planned(scheduler, slot)) for slot in (0, 1)}
+    for sample in under_way[0].samples:
+        scheduler.finish(sample.sequence)
+    scheduler.collect(0, under_way[0])
+    assert scheduler.plan(0) is None  # the others are all under way
+    scheduler.collect(1, under_way[1])
+    assert [len(_planned(scheduler, slot).chunks) for slot in (1, 0)] == [2, 2]
+
+
+def _planned(scheduler: Scheduler, slot: int) -> StepPlan:
+    plan = scheduler.plan(slot)
+    assert plan is not None
+    return plan
 
 
 def test_a_long_prompt_is_cut_and_does_not_stop_others() -> None:

@@ -7,26 +7,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpiinfer.engine.step import Chunk, NewSequence, Sample, StepPlan, StepResult, decode_plan, decode_result, encode
+from mpiinfer.engine.sampling import Sampling
+from mpiinfer.engine.step import (
+    VERSION,
+    Chunk,
+    NewSequence,
+    Sample,
+    StepPlan,
+    StepResult,
+    decode_plan,
+    decode_result,
+    encode,
+)
 
 ids = st.integers(0, 2**31 - 1)
 floats = st.floats(allow_nan=False)
-new_sequences = st.builds(
-    NewSequence, ids, st.lists(ids), ids, floats, ids, floats, st.integers(0, 2**63 - 1), st.integers(-1, 20)
-)
-chunks = st.builds(Chunk, ids, ids, ids, st.integers(-1, 2**31 - 1), st.booleans())
+samplings = st.builds(Sampling, floats, ids, floats, st.integers(0, 2**63 - 1), st.integers(-1, 20))
+new_sequences = st.builds(NewSequence, ids, st.lists(ids), ids, st.lists(ids), samplings)
+chunks = st.builds(Chunk, ids, ids, ids, st.integers(-1, 2**31 - 1), st.lists(ids), st.booleans())
 plans = st.builds(
     StepPlan,
-    st.just(1),
+    st.just(VERSION),
     ids,
-    st.sampled_from(["run", "drain"]),
+    st.sampled_from(["run", "rest", "drain"]),
     st.integers(0, 100),
     st.lists(ids),
     st.lists(new_sequences, max_size=3),
     st.lists(chunks),
 )
 samples = st.builds(Sample, ids, ids, floats, st.lists(ids), st.lists(floats))
-results = st.builds(StepResult, st.just(1), ids, st.lists(samples))
+results = st.builds(StepResult, st.just(VERSION), ids, st.lists(samples))
 
 
 @given(plans)
@@ -40,8 +50,8 @@ def test_results_round_trip(result: StepResult) -> None:
 
 
 def test_another_version_is_an_error() -> None:
-    plan = StepPlan(2, 0, "run", 0, [], [], [])
-    with pytest.raises(RuntimeError, match="version 2"):
+    plan = StepPlan(VERSION + 1, 0, "run", 0, [], [], [])
+    with pytest.raises(RuntimeError, match=f"version {VERSION + 1}"):
         decode_plan(encode(plan))
 
 
