@@ -21,7 +21,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 model_option = click.option("--model", required=True, help="A card's name, a Hugging Face folder, or a .gguf file.")
-weights_option = click.option("--weights", default="auto", help="fp32, bf16, fp16, native (as in the files) or auto.")
+weights_option = click.option(
+    "--weights",
+    default="exact",
+    metavar="FORMAT",
+    help="exact (fp32 on CPUs), fp32, bf16, fp16, int8, int4, native (as in the files) or auto (fastest within 1 %).",
+)
 
 
 def layout_options(function: F) -> F:

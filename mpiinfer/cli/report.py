@@ -21,7 +21,7 @@ from rich.progress import (
 )
 
 from mpiinfer.engine.engine import Engine, OnLoad, RankReport
-from mpiinfer.engine.loop import OnFinish
+from mpiinfer.engine.inbox import OnFinish
 from mpiinfer.engine.request import Output
 from mpiinfer.observe.log import LOGGER
 

@@ -16,7 +16,7 @@ import torch
 from mpiinfer.comm.domain import Domain
 from mpiinfer.model.attention import Attention, Batch, HeadNorms, BlockCache
 from mpiinfer.model.config import ModelConfig
-from mpiinfer.model.formats import DenseWeight, LinearWeight
+from mpiinfer.model.formats import DenseWeight, LinearWeight, Weight
 from mpiinfer.model.layers import ColumnLinear, GatedMlp, RowLinear, VocabularyEmbedding, rms_norm
 from mpiinfer.model.manifest import Parameter, stage_manifest
 from mpiinfer.model.rotary import Rotation, frequencies
@@ -42,8 +42,15 @@ class Stage:
     """`layers` of the model as shard `tp.rank` of `tp.size`, with weights allocated and yet to be filled."""
 
     def __init__(
-        self, config: ModelConfig, layers: range, tp: Domain, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        layers: range,
+        tp: Domain,
+        dtype: torch.dtype,
+        device: torch.device,
+        new_weight: Callable[[Parameter], Weight] | None = None,
     ) -> None:
+        """dtype: of activations. new_weight: allocates a parameter in its format (default: all in `dtype`)."""
         self.config = config
         self.layers = layers
         self.dtype = dtype
@@ -51,22 +58,28 @@ class Stage:
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.num_layers
         self.manifest: tuple[Parameter, ...] = stage_manifest(config, layers, tp.rank, tp.size)
-        self.weights = {p.name: DenseWeight(p.shape, dtype, device) for p in self.manifest}
+        allocate = new_weight or (lambda parameter: DenseWeight(parameter.shape, dtype, device))
+        self.weights = {parameter.name: allocate(parameter) for parameter in self.manifest}
         self.vocabulary = columns_range(config.vocab_size, tp.rank, tp.size)
         self._tp = tp
         self._heads = HeadShard.of(config.num_heads, config.num_kv_heads, tp.rank, tp.size)
         self._frequencies = frequencies(config.rope, config.head_dim).to(device)
         self._layers = [self._build_layer(layer) for layer in layers]
-        self._embedding = VocabularyEmbedding(self.weights["embedding"], self.vocabulary, tp) if self.is_first else None
+        self._embedding = VocabularyEmbedding(self._matrix("embedding"), self.vocabulary, tp) if self.is_first else None
         self._norm = self._values("norm")
         self._head: LinearWeight | None = None
         if self.is_last:
-            self._head = self.weights["embedding" if config.tied_embeddings else "head"]
+            self._head = self._matrix("embedding" if config.tied_embeddings else "head")
 
     @property
     def num_bytes(self) -> int:
         """Bytes of weights held."""
         return sum(weight.num_bytes for weight in self.weights.values())
+
+    @property
+    def weight_formats(self) -> str:
+        """What its matrices are held in: "fp32", or "int4+int8"."""
+        return "+".join(sorted({weight.format for weight in self.weights.values() if len(weight.shape) == 2}))
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -102,7 +115,7 @@ class Stage:
 
     def _build_layer(self, layer: int) -> Layer:
         def linear(part: str) -> LinearWeight:
-            return self.weights[f"layers.{layer}.{part}"]
+            return self._matrix(f"layers.{layer}.{part}")
 
         def values(part: str) -> torch.Tensor | None:
             return self._values(f"layers.{layer}.{part}")
@@ -128,6 +141,11 @@ class Stage:
             config.activation,
         )
         return Layer(attention_norm, attention, mlp_norm, mlp, config.rms_eps)
+
+    def _matrix(self, name: str) -> LinearWeight:
+        weight = self.weights[name]
+        assert isinstance(weight, LinearWeight)
+        return weight
 
     def _values(self, name: str) -> torch.Tensor | None:
         weight = self.weights.get(name)

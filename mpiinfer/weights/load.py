@@ -22,8 +22,9 @@ import numpy as np
 from mpiinfer.errors import CheckpointError
 from mpiinfer.model.formats import Weight
 from mpiinfer.model.manifest import Parameter
+from mpiinfer.model.quantised import QuantisedWeight
 from mpiinfer.weights.checkpoint import Checkpoint
-from mpiinfer.weights.decode import decode
+from mpiinfer.weights.decode import BLOCK_BITS, decode, decode_blocks
 from mpiinfer.weights.slices import Read, plan_reads, shard_bytes
 
 CHUNK_BYTES = 4 << 20
@@ -59,8 +60,7 @@ def load(
     for chunk, raw in _chunks(plan_reads(manifest, checkpoint.index)):
         for part in chunk.split(_part_rows(chunk)):
             start = (part.row - chunk.row) * part.row_bytes
-            values = decode(part, raw[start : start + part.num_bytes])
-            weights[part.parameter].fill(part.row, values)
+            _fill(weights[part.parameter], part, raw[start : start + part.num_bytes])
             filled[part.parameter].append(part.filled)
         bytes_read += chunk.num_bytes
         progress(chunk.num_bytes)
@@ -70,6 +70,15 @@ def load(
 
 
 Raw = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def _fill(weight: Weight, part: Read, raw: Raw) -> None:
+    """Put the part into its place: as blocks where the weight can hold them as they are."""
+    bits = BLOCK_BITS.get(part.entry.encoding.name)
+    if bits is not None and isinstance(weight, QuantisedWeight) and weight.bits >= bits:
+        weight.fill_blocks(part.row, decode_blocks(part, raw))
+    else:
+        weight.fill(part.row, decode(part, raw))
 
 
 def _chunks(reads: Sequence[Read]) -> Iterator[tuple[Read, Raw]]:

@@ -25,6 +25,11 @@ NEEDED_FLAGS = {
 _TYPES: dict[str, type] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 # Each function's arguments, as in its source.
 SIGNATURES = {
+    "linear_bf16": "pppiiii",
+    "linear_fp16": "pppiiii",
+    "linear_fp32": "pppiiii",
+    "linear_int4": "pppiiiiii",
+    "linear_int8": "pppiiiiii",
     "rms_norm": "pppiif",
 }
 
@@ -48,6 +53,11 @@ class Library:
             function.restype = None
             setattr(self, name, function)
 
+    linear_bf16: Function
+    linear_fp16: Function
+    linear_fp32: Function
+    linear_int4: Function
+    linear_int8: Function
     rms_norm: Function
 
 
