@@ -15,7 +15,7 @@ from mpiinfer.comm.domain import Domain
 from mpiinfer.engine.sampler import Row, Sampler
 from mpiinfer.engine.sampling import Sampling
 from mpiinfer.engine.step import VERSION, Sample, StepPlan, StepResult, decode_plan, encode
-from mpiinfer.model.attention import Batch, Segment
+from mpiinfer.model.batch import Batch, Segment
 from mpiinfer.model.stage import Stage
 
 
@@ -86,6 +86,7 @@ class Runner:
 
     def _prepared(self, plan: StepPlan) -> _Step:
         """The step's tokens, flat: each sequence's after the last one's, no padding."""
+        block_tokens = self._stage.cache.block_tokens
         token_ids: list[int] = []
         segments: list[Segment] = []
         sample_rows: list[int] = []
@@ -102,4 +103,4 @@ class Runner:
             if chunk.samples:
                 sample_rows.append(len(token_ids) - 1)
                 sampled.append((chunk.sequence, sequence))
-        return _Step(Batch.of(token_ids, segments, sample_rows, self._stage.device), sampled)
+        return _Step(Batch.of(token_ids, segments, sample_rows, block_tokens, self._stage.device), sampled)

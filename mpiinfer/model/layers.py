@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from mpiinfer.comm.domain import Domain
 from mpiinfer.model.formats import LinearWeight
+from mpiinfer.model.kernels import library
 
 ACTIVATION_OF: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -26,6 +27,26 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.dtype == torch.float32:
         return functional.rms_norm(x, weight.shape, weight, eps)
     return functional.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
+
+
+def add_rms_norm(
+    stream_TD: torch.Tensor, update_TD: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Add `update_TD` to the stream in place; return the norm of the sum, [T, D]."""
+    kernels = library()
+    if kernels is None or not _suits_kernels(stream_TD):
+        if update_TD is not None:
+            stream_TD += update_TD
+        return rms_norm(stream_TD, weight, eps)
+    out_TD = torch.empty_like(stream_TD)
+    update = None if update_TD is None else update_TD.data_ptr()
+    num_tokens, width = stream_TD.shape
+    kernels.add_rms_norm(stream_TD.data_ptr(), update, weight.data_ptr(), out_TD.data_ptr(), num_tokens, width, eps)
+    return out_TD
+
+
+def _suits_kernels(x: torch.Tensor) -> bool:
+    return x.is_cpu and x.dtype == torch.float32 and x.is_contiguous()
 
 
 class ColumnLinear:
@@ -75,8 +96,19 @@ class GatedMlp:
     def __init__(self, gate_up: ColumnLinear, down: RowLinear, activation: str) -> None:
         self.gate_up = gate_up
         self.down = down
+        self.is_silu = activation == "silu"
         self.activation = ACTIVATION_OF[activation]
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
-        gate_TI, up_TI = self.gate_up(x_TD).chunk(2, dim=-1)
-        return self.down(self.activation(gate_TI) * up_TI)
+        return self.down(self._activated(self.gate_up(x_TD)))
+
+    def _activated(self, both_TI: torch.Tensor) -> torch.Tensor:
+        """activation(gate) * up of gate and up side by side."""
+        kernels = library()
+        if kernels is None or not self.is_silu or not _suits_kernels(both_TI):
+            gate_TI, up_TI = both_TI.chunk(2, dim=-1)
+            return self.activation(gate_TI) * up_TI
+        num_tokens, width = both_TI.shape[0], both_TI.shape[1] // 2
+        out_TI = torch.empty((num_tokens, width))
+        kernels.silu_multiply(both_TI.data_ptr(), out_TI.data_ptr(), num_tokens, width)
+        return out_TI

@@ -37,11 +37,11 @@ class Rotation:
 
     def __init__(self, frequencies_h: torch.Tensor, positions_T: torch.Tensor, dtype: torch.dtype) -> None:
         angles_Th = positions_T.to(torch.float32).unsqueeze(1) * frequencies_h
-        self._cos_T1h = angles_Th.cos().to(dtype).unsqueeze(1)
-        self._sin_T1h = angles_Th.sin().to(dtype).unsqueeze(1)
+        self.cos_Th = angles_Th.cos().to(dtype)
+        self.sin_Th = angles_Th.sin().to(dtype)
 
     def __call__(self, x_THd: torch.Tensor) -> torch.Tensor:
         """x_THd rotated by its tokens' positions; a new tensor of the same shape."""
         low_THh, high_THh = x_THd.chunk(2, dim=-1)
-        cos, sin = self._cos_T1h, self._sin_T1h
+        cos, sin = self.cos_Th.unsqueeze(1), self.sin_Th.unsqueeze(1)
         return torch.cat((low_THh * cos - high_THh * sin, high_THh * cos + low_THh * sin), dim=-1)

@@ -3,6 +3,9 @@
 The first stage has the embedding, the last the final norm and the head; other layers are never constructed. It is
 told its layers and given its domain: it does not know how many stages there are, nor who schedules.
 
+The stream of activations is changed in place: a layer adds to it what the one before has computed, in one pass with
+the norm that comes next.
+
 Shapes: T tokens of the step, S rows to sample, D hidden size, V local vocabulary rows.
 """
 
@@ -14,10 +17,12 @@ from dataclasses import dataclass
 import torch
 
 from mpiinfer.comm.domain import Domain
-from mpiinfer.model.attention import Attention, Batch, HeadNorms, BlockCache
+from mpiinfer.model.attention import Attention, HeadNorms
+from mpiinfer.model.batch import Batch
+from mpiinfer.model.cache import BlockCache
 from mpiinfer.model.config import ModelConfig
 from mpiinfer.model.formats import DenseWeight, LinearWeight, Weight
-from mpiinfer.model.layers import ColumnLinear, GatedMlp, RowLinear, VocabularyEmbedding, rms_norm
+from mpiinfer.model.layers import ColumnLinear, GatedMlp, RowLinear, VocabularyEmbedding, add_rms_norm, rms_norm
 from mpiinfer.model.manifest import Parameter, stage_manifest
 from mpiinfer.model.rotary import Rotation, frequencies
 from mpiinfer.model.shard import HeadShard, columns_range
@@ -33,9 +38,18 @@ class Layer:
     mlp: GatedMlp
     eps: float
 
-    def __call__(self, hidden_TD, batch, rotation, cache) -> torch.Tensor:
-        hidden_TD = hidden_TD + self.attention(rms_norm(hidden_TD, self.attention_norm, self.eps), batch, rotation, cache)
-        return hidden_TD + self.mlp(rms_norm(hidden_TD, self.mlp_norm, self.eps))
+    def __call__(
+        self,
+        stream_TD: torch.Tensor,
+        update_TD: torch.Tensor | None,
+        batch: Batch,
+        rotation: Rotation,
+        cache: BlockCache,
+    ) -> torch.Tensor:
+        """What the layer's MLP adds to the stream, [T, D]. The stream takes in `update_TD` and the attention's part."""
+        x_TD = add_rms_norm(stream_TD, update_TD, self.attention_norm, self.eps)
+        x_TD = add_rms_norm(stream_TD, self.attention(x_TD, batch, rotation, cache), self.mlp_norm, self.eps)
+        return self.mlp(x_TD)
 
 
 class Stage:
@@ -86,8 +100,17 @@ class Stage:
         """Bytes of keys and values that one token takes on this rank."""
         return len(self.layers) * self._heads.cache_width(self.config.head_dim) * self.dtype.itemsize
 
-    def allocate_cache(self, num_blocks, block_tokens):
-        self.cache = BlockCache(len(self.layers), len(self._heads.kv), num_blocks, block_tokens, self.config.head_dim, self.dtype, self.device)
+    def allocate_cache(self, num_blocks: int, block_tokens: int) -> None:
+        """Make room for keys and values. To be called once, before the stage runs."""
+        self.cache = BlockCache(
+            len(self.layers),
+            len(self._heads.kv),
+            self.config.head_dim,
+            num_blocks,
+            block_tokens,
+            self.dtype,
+            self.device,
+        )
 
     def new_hidden(self, num_tokens: int) -> torch.Tensor:
         """An empty activation [T, D], as it travels between stages."""
@@ -104,9 +127,12 @@ class Stage:
         if self._embedding is not None:
             hidden_TD = self._embedding(batch.token_ids)
         assert hidden_TD is not None
+        update_TD = None
         for layer in self._layers:
-            hidden_TD = layer(hidden_TD, batch, rotation, self.cache)
+            update_TD = layer(hidden_TD, update_TD, batch, rotation, self.cache)
             between()
+        assert update_TD is not None
+        hidden_TD += update_TD
         if self._head is None:
             return hidden_TD
         assert self._norm is not None

@@ -25,12 +25,15 @@ NEEDED_FLAGS = {
 _TYPES: dict[str, type] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 # Each function's arguments, as in its source.
 SIGNATURES = {
+    "add_rms_norm": "ppppiif",
+    "attend": "ppppppiiiiiiiiifi",
     "linear_bf16": "pppiiii",
     "linear_fp16": "pppiiii",
     "linear_fp32": "pppiiii",
     "linear_int4": "pppiiiiii",
     "linear_int8": "pppiiiiii",
-    "rms_norm": "pppiif",
+    "rotate_and_store": "ppppppppiiiiif",
+    "silu_multiply": "ppii",
 }
 
 Function = Callable[..., None]
@@ -53,12 +56,15 @@ class Library:
             function.restype = None
             setattr(self, name, function)
 
+    add_rms_norm: Function
+    attend: Function
     linear_bf16: Function
     linear_fp16: Function
     linear_fp32: Function
     linear_int4: Function
     linear_int8: Function
-    rms_norm: Function
+    rotate_and_store: Function
+    silu_multiply: Function
 
 
 def usable_libraries() -> list[Path]:

@@ -31,6 +31,29 @@ static inline Int load_ints(const void* p) { return *static_cast<const IntU*>(p)
 static inline Int splat_int(int32_t x) { return x - Int{}; }
 static inline Vec to_floats(Int v) { return __builtin_convertvector(v, Vec); }
 
+static inline Vec largest(Vec a, Vec b) { return a > b ? a : b; }
+
+// e^x for x <= 0 within 2 units in the last place; e^0 is 1. Coefficients: the Taylor series, which is enough on
+// [-ln 2 / 2, ln 2 / 2] with 7 terms.
+static inline Vec exp_negative(Vec x) {
+    x = largest(x, splat(-87.0f));
+    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const Vec n = (x * 1.44269504f + magic) - magic;
+    const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+    Vec p = splat(1.0f / 5040);
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const Int exponent = (__builtin_convertvector(n, Int) + 127) << 23;
+    Vec power;
+    std::memcpy(&power, &exponent, sizeof power);
+    return p * power;
+}
+
 // Lanes are added in a fixed tree, so that a sum does not depend on the caller.
 static inline float sum(Vec v) {
     float lanes[WIDTH];
