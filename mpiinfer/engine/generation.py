@@ -1,11 +1,15 @@
-"""One sequence's tokens and text. (placeholder until merged)"""
+"""`Generation`: a request on its way to its output: its tokens so far, their text, and whether it has ended.
+
+Promises: `take` decides from token ids alone, at once; `flush` makes the text later, while the next step is under way.
+"""
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 
-from mpiinfer.engine.request import Output, Request, TopToken
+from mpiinfer.engine.request import Output, Request, SamplingParams, TopToken
 from mpiinfer.engine.sampling import Sampling
 from mpiinfer.engine.stats import RequestTimes
 from mpiinfer.engine.step import Sample
@@ -20,9 +24,8 @@ class Generation:
     ) -> None:
         self.request = request
         params = request.sampling
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        logprobs = -1 if params.logprobs is None else params.logprobs
-        self.sampling = Sampling(params.temperature, params.top_k, params.top_p, seed, logprobs)
+        self._endings = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.sampling = _wire(params, tokenizer, self._endings)
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[TopToken]] = []
@@ -31,7 +34,6 @@ class Generation:
         self.admitted_s = time.perf_counter()
         self.first_token_s = self.last_token_s = 0.0
         self._tokenizer = tokenizer
-        self._eos_token_ids = frozenset() if request.sampling.ignore_eos else eos_token_ids
         self._stream = tokenizer.stream()
         self._stops = StopStrings(request.sampling.stop)
         self._text: list[str] = []
@@ -45,7 +47,7 @@ class Generation:
         self.token_ids.append(sample.token)
         self.logprobs.append(sample.logprob)
         self.top_logprobs.append([TopToken(*pair) for pair in zip(sample.top_tokens, sample.top_logprobs, strict=True)])
-        if sample.token in self._eos_token_ids:
+        if sample.token in self._endings:
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.num_new_tokens:
             self.finish_reason = "length"
@@ -55,9 +57,11 @@ class Generation:
         while self._num_flushed < len(self.token_ids):
             token = self.token_ids[self._num_flushed]
             self._num_flushed += 1
-            if token in self._eos_token_ids:
+            if token in self._endings:
                 return
-            piece, stopped = self._stops.push(self._stream.push(token))
+            piece, stopped = self._stream.push(token), False
+            if self._num_flushed > self.request.sampling.min_tokens:  # before that, no stop string counts
+                piece, stopped = self._stops.push(piece)
             self._text.append(piece)
             if stopped:
                 self.finish_reason = "stop"
@@ -91,3 +95,28 @@ class Generation:
         """What the stream held back; a stop string may still end inside it."""
         piece, stopped = self._stops.push(self._stream.finish())
         return piece if stopped else piece + self._stops.finish()
+
+
+def _wire(params: SamplingParams, tokenizer: Tokenizer, endings: frozenset[int]) -> Sampling:
+    """The sampling that the ranks are told. Without a seed a fresh one is drawn, here only, so that all shards agree."""
+    return Sampling(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        bias=sorted(params.logit_bias.items()),
+        min_tokens=params.min_tokens,
+        endings=sorted(endings) if params.min_tokens else [],
+        bad_words=_token_ids_of(params.bad_words, tokenizer),
+    )
+
+
+def _token_ids_of(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """A word at the start of a line and after a space are different tokens: both."""
+    spelled = (tokenizer.encode(start + word, add_special=False) for word in words for start in ("", " "))
+    return [list(ids) for ids in dict.fromkeys(map(tuple, spelled)) if ids]

@@ -13,51 +13,97 @@ from mpiinfer.errors import RequestError
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are chosen.
 
-    temperature: 0 is greedy. top_k: 0 is all. top_p: 1 is all. seed: tokens depend on it and on the prompt only,
-    not on other requests and, in fp32, not on the layout (16-bit sums over shards round differently); without one a
-    fresh seed is drawn. stop: strings that end the text, which
-    does not include them. ignore_eos: go on past end-of-sequence tokens. logprobs: how many of the likeliest tokens
-    to report beside each chosen one (0: the chosen one only; None: none at all).
+    max_tokens: new ones at most. temperature: 0 is greedy. top_k: only so many of the likeliest (0: all). top_p: only
+    the likeliest that together have this probability (1: all). min_p: only those at least this share as likely as the
+    likeliest (0: all). repetition_penalty: divides positive logits of tokens that came before, in the prompt too, and
+    multiplies negative ones (1: none; Keskar et al., 2019). presence_penalty, frequency_penalty: taken from the logit
+    of a token that was generated, once, and for each time. logit_bias: added to the logits of these token ids.
+    bad_words: texts that are not generated.
+
+    seed: tokens depend on it and on the prompt only, not on other requests and, in fp32, not on the layout (16-bit sums
+    over shards round differently); without one a fresh seed is drawn.
+
+    stop: strings that end the text, which does not include them. stop_token_ids: token ids that end it. min_tokens:
+    nothing ends it before so many. ignore_eos: go on past end-of-sequence tokens.
+
+    logprobs: how many of the likeliest tokens to report beside each chosen one (0: the chosen one only; None: none).
     """
 
     max_tokens: int = 64
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    bad_words: tuple[str, ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        elif isinstance(self.stop, list):
-            msgspec.structs.force_setattr(self, "stop", tuple(self.stop))
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                msgspec.structs.force_setattr(self, name, (value,))
+            elif isinstance(value, list):
+                msgspec.structs.force_setattr(self, name, tuple(value))
         self._check_types()
-        _require(1 <= self.max_tokens <= MAX_COUNT, "max_tokens", self.max_tokens, f"must be 1 to {MAX_COUNT}")
+        self._check(1 <= self.max_tokens <= MAX_COUNT, "max_tokens", f"must be 1 to {MAX_COUNT}")
+        self._check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"must be 0 to max_tokens = {self.max_tokens}")
         finite = math.isfinite(self.temperature) and self.temperature >= 0
-        _require(finite, "temperature", self.temperature, "must be 0 (greedy) or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0, up to 1 (1: all tokens)")
-        _require(0 <= self.top_k <= MAX_COUNT, "top_k", self.top_k, f"must be 0 (all tokens) to {MAX_COUNT}")
-        _require(self.seed is None or 0 <= self.seed < 1 << 63, "seed", self.seed, "must be 0 or more, below 2^63")
-        _require("" not in self.stop, "stop", list(self.stop), "a stop string cannot be empty")
-        limit = MAX_LOGPROBS
-        _require(
-            self.logprobs is None or 0 <= self.logprobs <= limit, "logprobs", self.logprobs, f"must be 0 to {limit}"
-        )
+        self._check(finite, "temperature", "must be 0 (greedy) or more")
+        self._check(0 < self.top_p <= 1, "top_p", "must be above 0, up to 1 (1: all tokens)")
+        self._check(0 <= self.top_k <= MAX_COUNT, "top_k", f"must be 0 (all tokens) to {MAX_COUNT}")
+        self._check(0 <= self.min_p <= 1, "min_p", "must be 0 (all tokens) to 1")
+        positive = math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0
+        self._check(positive, "repetition_penalty", "must be above 0 (1: none)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._check(math.isfinite(getattr(self, name)), name, "must be a finite number (0: none)")
+        self._check(self.seed is None or 0 <= self.seed < 1 << 63, "seed", "must be 0 or more, below 2^63")
+        for name in ("stop", "bad_words"):
+            self._check("" not in getattr(self, name), name, "an empty string is in every text: leave it out")
+        for name in ("stop_token_ids", "logit_bias"):
+            self._check(all(0 <= token <= MAX_COUNT for token in getattr(self, name)), name, "token ids are 0 or more")
+        self._check(all(map(math.isfinite, self.logit_bias.values())), "logit_bias", "must be finite numbers")
+        some = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
+        self._check(some, "logprobs", f"must be 0 to {MAX_LOGPROBS}")
 
     def _check_types(self) -> None:
         """What the annotations say, since Python does not."""
-        for name in ("max_tokens", "top_k", "seed", "logprobs"):
+        for name in ("max_tokens", "min_tokens", "top_k", "seed", "logprobs"):
             value = getattr(self, name)
-            is_int = isinstance(value, int) and not isinstance(value, bool)
-            _require(is_int or (value is None and name in ("seed", "logprobs")), name, value, "must be an integer")
-        for name in ("temperature", "top_p"):
+            self._check(_is_int(value) or (value is None and name in ("seed", "logprobs")), name, "must be an integer")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            self._check(_is_number(getattr(self, name)), name, "must be a number")
+        for name in ("stop", "bad_words"):
             value = getattr(self, name)
-            _require(isinstance(value, (int, float)) and not isinstance(value, bool), name, value, "must be a number")
-        strings = isinstance(self.stop, tuple) and all(isinstance(stop, str) for stop in self.stop)
-        _require(strings, "stop", self.stop, "must be a tuple of strings")
+            strings = isinstance(value, tuple) and all(isinstance(text, str) for text in value)
+            self._check(strings, name, "must be a tuple of strings")
+        ids = isinstance(self.stop_token_ids, tuple) and all(map(_is_int, self.stop_token_ids))
+        self._check(ids, "stop_token_ids", "must be a tuple of token ids")
+        biases = isinstance(self.logit_bias, dict) and all(
+            _is_int(token) and _is_number(bias) for token, bias in self.logit_bias.items()
+        )
+        self._check(biases, "logit_bias", "must be token ids and what is added to their logits")
+
+    def _check(self, condition: bool, name: str, problem: str) -> None:
+        if not condition:
+            value = getattr(self, name)
+            raise RequestError(f"{name} = {list(value) if isinstance(value, tuple) else value}: {problem}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 # The wire form of a step holds 64 bits; nobody means more than this.
@@ -103,7 +149,7 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The answer to one prompt.
 
     text: the decoded tokens, without special tokens and without the stop string. token_ids: all that were generated,
-    the end-of-sequence token included. finish_reason: "stop" (end-of-sequence or stop string) or "length". logprobs:
+    the end-of-sequence token included. finish_reason: "stop" (end-of-sequence, stop string or stop token), "length" or "cancelled". logprobs:
     the natural log probability of each token under the model (before temperature); top_logprobs: for each token the
     likeliest ones.
     """
@@ -131,7 +177,3 @@ def check_prompt(index: int, token_ids: Sequence[int], *, vocab_size: int, max_p
     if wrong is not None:
         raise RequestError(f"prompt {index}: token id {wrong} is not in the vocabulary of 0 to {vocab_size - 1}")
 
-
-def _require(condition: bool, name: str, value: object, problem: str) -> None:
-    if not condition:
-        raise RequestError(f"{name} = {value}: {problem}")

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
 from mpiinfer.comm.domain import Domain
 from mpiinfer.comm.local import run_local
-from mpiinfer.engine.sampler import Choice, Chosen, Sampler, gumbel
+from mpiinfer.engine.sampler import Chosen, Row, Sampler, gumbel, noise_stream
+from mpiinfer.engine.sampling import Sampling
 from mpiinfer.model.shard import columns_range
 
 VOCABULARY = 1003
 
 
-def _choice(**fields: float) -> Choice:
-    defaults = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "position": 0, "logprobs": -1}
-    return Choice(**{**defaults, **fields})  # type: ignore[arg-type]
+def _choice(position: int = 0, **fields: Any) -> Row:
+    """A row after `position` tokens."""
+    return Row(Sampling(**fields), [0] * position, position)
 
 
-def _sample(logits: torch.Tensor, choices: list[Choice], num_shards: int = 1) -> list[list[Chosen]]:
+def _sample(logits: torch.Tensor, choices: list[Row], num_shards: int = 1) -> list[list[Chosen]]:
     """Each shard's answer."""
     vocab_size = logits.shape[1]
 
@@ -74,7 +76,7 @@ def test_logprobs_are_those_of_the_model() -> None:
     choices = [_choice(temperature=3.0, seed=7, logprobs=4), _choice(logprobs=1)]
     for row, chosen in enumerate(_sample(logits, choices)[0]):
         assert chosen.logprob == pytest.approx(float(expected[row, chosen.token]), abs=1e-9)
-        best = expected[row].topk(choices[row].logprobs)
+        best = expected[row].topk(choices[row].sampling.logprobs)
         assert chosen.top_tokens == best.indices.tolist()
         assert chosen.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-9)
 
@@ -131,7 +133,7 @@ def test_top_p_counts_within_top_k() -> None:
 
 
 def test_gumbel_noise_is_gumbel() -> None:
-    noise = torch.cat([gumbel(seed, 3, torch.arange(5000)) for seed in range(20)])
+    noise = torch.cat([gumbel(noise_stream(seed, 3), torch.arange(5000)) for seed in range(20)])
     assert bool(torch.isfinite(noise).all())
     assert float(noise.mean()) == pytest.approx(0.5772, abs=0.02)
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.05)
@@ -139,9 +141,9 @@ def test_gumbel_noise_is_gumbel() -> None:
 
 def test_gumbel_noise_is_a_function_of_seed_position_and_token() -> None:
     ids = torch.arange(100)
-    assert torch.equal(gumbel(1, 2, ids)[40:60], gumbel(1, 2, ids[40:60]))
-    assert not torch.equal(gumbel(1, 2, ids), gumbel(1, 3, ids))
-    assert not torch.equal(gumbel(1, 2, ids), gumbel(2, 2, ids))
-    assert not torch.equal(gumbel(1, 2, ids), gumbel(2, 1, ids))
-    correlation = torch.corrcoef(torch.stack([gumbel(1, 2, torch.arange(5000)), gumbel(1, 3, torch.arange(5000))]))
+    assert torch.equal(gumbel(noise_stream(1, 2), ids)[40:60], gumbel(noise_stream(1, 2), ids[40:60]))
+    assert not torch.equal(gumbel(noise_stream(1, 2), ids), gumbel(noise_stream(1, 3), ids))
+    assert not torch.equal(gumbel(noise_stream(1, 2), ids), gumbel(noise_stream(2, 2), ids))
+    assert not torch.equal(gumbel(noise_stream(1, 2), ids), gumbel(noise_stream(2, 1), ids))
+    correlation = torch.corrcoef(torch.stack([gumbel(noise_stream(1, 2), torch.arange(5000)), gumbel(noise_stream(1, 3), torch.arange(5000))]))
     assert abs(float(correlation[0, 1])) < 0.06
