@@ -1,28 +1,27 @@
-"""One side of decode.py: times mpiinfer; run under mpiexec. The last line of its output is JSON."""
+"""One side of compare.py: mpiinfer; run under mpiexec."""
 
 from __future__ import annotations
 
-import json
 import time
 
-from side import figures, options_of, prompt_of
+from side import figures, options_of, report
 
 from mpiinfer import Engine, SamplingParams
 
 
 def main() -> None:
-    options = options_of(__doc__)
-    prompt = prompt_of(options.input_tokens)
-    with Engine.open("smollm2-135m-instruct", weights="fp32") as engine:
+    options = options_of(__doc__, ("--weights", str))
+    with Engine.open("smollm2-135m-instruct", weights=options.weights) as engine:
 
-        def seconds(num_tokens: int) -> float:
+        def answer(prompts: list[list[int]], num_tokens: int, at_once: int) -> float:
             started = time.perf_counter()
-            engine.generate([prompt], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+            params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+            engine.generate(prompts, params, concurrency=at_once)
             return time.perf_counter() - started
 
-        taken = figures(seconds, options.input_tokens, options.output_tokens)
+        taken = figures(answer)
         if engine.is_first:
-            print(json.dumps(taken), flush=True)
+            report(taken)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""One side of decode.py: times transformers on the same file, dequantised to float32. Its last line is JSON."""
+"""One side of compare.py: transformers on the same file, dequantised to float32, in batches."""
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 import torch
 import transformers
-from side import figures, options_of, prompt_of
+from side import figures, options_of, report
 
 
 def main() -> None:
@@ -18,21 +17,22 @@ def main() -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         options.gguf.parent, gguf_file=options.gguf.name, dtype=torch.float32
     ).eval()
-    prompt = torch.tensor([prompt_of(options.input_tokens)])
 
-    def seconds(num_tokens: int) -> float:
+    def answer(prompts: list[list[int]], num_tokens: int, at_once: int) -> float:
         started = time.perf_counter()
-        with torch.inference_mode():
-            model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                do_sample=False,
-                min_new_tokens=num_tokens,
-                max_new_tokens=num_tokens,
-            )
+        for first in range(0, len(prompts), at_once):
+            inputs = torch.tensor(prompts[first : first + at_once])
+            with torch.inference_mode():
+                model.generate(
+                    inputs,
+                    attention_mask=torch.ones_like(inputs),
+                    do_sample=False,
+                    min_new_tokens=num_tokens,
+                    max_new_tokens=num_tokens,
+                )
         return time.perf_counter() - started
 
-    print(json.dumps(figures(seconds, options.input_tokens, options.output_tokens)))
+    report(figures(answer))
 
 
 if __name__ == "__main__":

@@ -117,7 +117,8 @@ class Engine:
         comm: a communicator that stays the caller's. Without one the program is taken to be all inference: MPI is
         started, threads are set to the rank's share of its cores, and an uncaught exception ends every rank.
         weights: how they are held: "exact" (fp32 on CPUs, as in the files on GPUs), "fp32", "bf16", "fp16", "int8",
-        "int4", "native" (as in the files) or "auto" (the fastest within 1 % of fp32's perplexity). on_load: told of this rank's progress.
+        "int4", "native" (as in the files) or "auto" (the fastest within 1 % of fp32's perplexity).
+        on_load: told of this rank's progress.
 
         Raises the same MpiinferError on every rank when the model or the layout is at fault.
         """

@@ -98,7 +98,7 @@ class Generation:
 
 
 def _wire(params: SamplingParams, tokenizer: Tokenizer, endings: frozenset[int]) -> Sampling:
-    """The sampling that the ranks are told. Without a seed a fresh one is drawn, here only, so that all shards agree."""
+    """The sampling that the ranks are told. A seed that is not given is drawn here, so that all shards agree."""
     return Sampling(
         temperature=params.temperature,
         top_k=params.top_k,

@@ -7,7 +7,6 @@ step late, and what that step gave is dropped.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 

@@ -49,7 +49,7 @@ class _Mail(Generic[Message]):
         self._heads = heads
         self._peer = peer
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kind)
         self._arriving: Pending[bytes] | None = heads.irecv_message(peer)
         self._leaving: list[Pending[None]] = []
 
@@ -64,7 +64,7 @@ class _Mail(Generic[Message]):
     def wait(self) -> Message:
         """The next message, however late it comes."""
         assert self._arriving is not None
-        message = self._decoder.decode(self._arriving.wait(idle=True))
+        message: Message = self._decoder.decode(self._arriving.wait(idle=True))
         self._arriving = None if message.last else self._heads.irecv_message(self._peer)
         return message
 

@@ -55,7 +55,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 msgspec.structs.force_setattr(self, name, tuple(value))
         self._check_types()
         self._check(1 <= self.max_tokens <= MAX_COUNT, "max_tokens", f"must be 1 to {MAX_COUNT}")
-        self._check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"must be 0 to max_tokens = {self.max_tokens}")
+        self._check(
+            0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"must be 0 to max_tokens = {self.max_tokens}"
+        )
         finite = math.isfinite(self.temperature) and self.temperature >= 0
         self._check(finite, "temperature", "must be 0 (greedy) or more")
         self._check(0 < self.top_p <= 1, "top_p", "must be above 0, up to 1 (1: all tokens)")
@@ -149,9 +151,9 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The answer to one prompt.
 
     text: the decoded tokens, without special tokens and without the stop string. token_ids: all that were generated,
-    the end-of-sequence token included. finish_reason: "stop" (end-of-sequence, stop string or stop token), "length" or "cancelled". logprobs:
-    the natural log probability of each token under the model (before temperature); top_logprobs: for each token the
-    likeliest ones.
+    the one that ended them included. finish_reason: "stop" (end-of-sequence, stop string or stop token), "length" or
+    "cancelled". logprobs: the natural log probability of each token under the model (before temperature); top_logprobs:
+    for each token the likeliest ones.
     """
 
     id: str
@@ -176,4 +178,3 @@ def check_prompt(index: int, token_ids: Sequence[int], *, vocab_size: int, max_p
     wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise RequestError(f"prompt {index}: token id {wrong} is not in the vocabulary of 0 to {vocab_size - 1}")
-

@@ -7,7 +7,7 @@ texts or policy. A plan's tensors are made when it is heard, before the activati
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 

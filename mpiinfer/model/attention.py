@@ -71,12 +71,11 @@ class Attention:
             return self.output(self.attend_by_kernel(kernels, heads_THd, batch, rotation, cache))
         return self.output(self.attend(heads_THd, batch, rotation, cache))
 
-    def attend(
-        self, heads_THd: torch.Tensor, batch: Batch, rotation: Rotation, cache: BlockCache
-    ) -> torch.Tensor:
+    def attend(self, heads_THd: torch.Tensor, batch: Batch, rotation: Rotation, cache: BlockCache) -> torch.Tensor:
         """Queries, keys and values (H = Q + 2 K) to the mixed values, [T, Q d]; keys and values go into the cache."""
         num_q, num_kv = len(self.heads.queries), len(self.heads.kv)
-        q_TQd, k_TKd, v_TKd = heads_THd.split((num_q, num_kv, num_kv), dim=1)
+        q_TQd, k_TKd = heads_THd[:, :num_q], heads_THd[:, num_q : num_q + num_kv]
+        v_TKd = heads_THd[:, num_q + num_kv :]
         if self.norms is not None:
             q_TQd, k_TKd = self.norms(q_TQd, k_TKd)
         q_TQd, k_TKd = rotation(q_TQd), rotation(k_TKd)

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch.nn import functional
 
-
 NAME_OF = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 

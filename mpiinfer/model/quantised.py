@@ -150,7 +150,8 @@ class QuantisedWeight(LinearWeight):
     @property
     def _quants(self) -> torch.Tensor:
         """The bytes of q, uint8 [panels, B, groups, 32 rows, 4]."""
-        return self._records[:, :, : self._quant_bytes].unflatten(2, (-1, PANEL, 4))
+        shape = (*self._records.shape[:2], self._quant_bytes // (4 * PANEL), PANEL, 4)
+        return self._records[:, :, : self._quant_bytes].view(shape)
 
     def _halves(self, index: int) -> torch.Tensor:
         """d (0) or m (1) of all blocks, float16 [panels, B, 32]."""

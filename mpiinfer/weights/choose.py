@@ -54,7 +54,9 @@ def new_weight(
         return PanelWeight(parameter.shape, names.pop() if len(names) == 1 else "fp32")
     has_minimum, bits = "Q4_1" in encodings, _bits(choice, encodings)
     if bits == 4:
-        has_minimum |= not encodings <= {"Q4_0"}  # numbers of another kind are rounded, from the smallest to the largest
+        has_minimum |= not encodings <= {
+            "Q4_0"
+        }  # numbers of another kind are rounded, from the smallest to the largest
     lead = parameter.pieces[0].ranges[1].start % BLOCK if encodings & BLOCK_BITS.keys() else 0
     return QuantisedWeight(parameter.shape, bits, has_minimum=has_minimum, lead=lead)
 

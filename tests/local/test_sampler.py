@@ -145,5 +145,7 @@ def test_gumbel_noise_is_a_function_of_seed_position_and_token() -> None:
     assert not torch.equal(gumbel(noise_stream(1, 2), ids), gumbel(noise_stream(1, 3), ids))
     assert not torch.equal(gumbel(noise_stream(1, 2), ids), gumbel(noise_stream(2, 2), ids))
     assert not torch.equal(gumbel(noise_stream(1, 2), ids), gumbel(noise_stream(2, 1), ids))
-    correlation = torch.corrcoef(torch.stack([gumbel(noise_stream(1, 2), torch.arange(5000)), gumbel(noise_stream(1, 3), torch.arange(5000))]))
+    correlation = torch.corrcoef(
+        torch.stack([gumbel(noise_stream(1, 2), torch.arange(5000)), gumbel(noise_stream(1, 3), torch.arange(5000))])
+    )
     assert abs(float(correlation[0, 1])) < 0.06

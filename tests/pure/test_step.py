@@ -22,7 +22,22 @@ from mpiinfer.engine.step import (
 
 ids = st.integers(0, 2**31 - 1)
 floats = st.floats(allow_nan=False)
-samplings = st.builds(Sampling, floats, ids, floats, st.integers(0, 2**63 - 1), st.integers(-1, 20))
+samplings = st.builds(
+    Sampling,
+    temperature=floats,
+    top_k=ids,
+    top_p=floats,
+    min_p=floats,
+    seed=st.integers(0, 2**63 - 1),
+    logprobs=st.integers(-1, 20),
+    repetition_penalty=floats,
+    presence_penalty=floats,
+    frequency_penalty=floats,
+    bias=st.lists(st.tuples(ids, floats)),
+    min_tokens=ids,
+    endings=st.lists(ids),
+    bad_words=st.lists(st.lists(ids)),
+)
 new_sequences = st.builds(NewSequence, ids, st.lists(ids), ids, st.lists(ids), samplings)
 chunks = st.builds(Chunk, ids, ids, ids, st.integers(-1, 2**31 - 1), st.lists(ids), st.booleans())
 plans = st.builds(

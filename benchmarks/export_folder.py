@@ -1,0 +1,21 @@
+"""Write a GGUF file as a Hugging Face folder in float32, for engines that do not read GGUF. Needs transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from side import options_of
+
+
+def main() -> None:
+    options = options_of(__doc__, ("--gguf", Path), ("--folder", Path))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        options.gguf.parent, gguf_file=options.gguf.name, dtype=torch.float32
+    )
+    model.save_pretrained(options.folder)
+
+
+if __name__ == "__main__":
+    main()
