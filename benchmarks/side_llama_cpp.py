@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from pathlib import Path
 
@@ -16,7 +17,9 @@ class Batched:
     """Greedy decoding of several sequences at once."""
 
     def __init__(self, file: Path, num_threads: int) -> None:
-        llama_cpp.llama_log_set(llama_cpp.llama_log_callback(lambda level, text, data: None), None)
+        self.quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)  # kept: it is called from C
+        llama_cpp.llama_log_set(self.quiet, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
         self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = CONTEXT

@@ -21,7 +21,8 @@ POLLS_BETWEEN_LOOKS = 64
 LOOK_EVERY_S = 1e-3
 DOZE_S = 50e-6
 IDLE_AFTER_S = 2e-3
-IDLE_SLEEP_S = 1e-3
+# Half a percent of a core goes into waking this often; a rank hears of work so much later at most.
+IDLE_SLEEP_S = 4e-3
 
 
 class Abort(ABC):
@@ -79,10 +80,18 @@ class Waits:
     # Domains closed after a failure: what their peers may still write into stays allocated as long as the world does.
     quarantine: list[object] = field(default_factory=list)
 
-    def until(self, test: Callable[[], bool], describe: Callable[[], str], *, idle: bool = False) -> float:
+    def until(
+        self,
+        test: Callable[[], bool],
+        describe: Callable[[], str],
+        *,
+        idle: bool = False,
+        rest: Callable[[], None] = rest,
+    ) -> float:
         """Poll `test` until it is true; return the seconds waited.
 
-        `idle` waits are for work that may come late or never: they have no deadline and sleep between polls.
+        `idle` waits are for work that may come late or never: they have no deadline and `rest` between polls, which
+        takes IDLE_SLEEP_S at most.
 
         Raises DeadlineError past the deadline, AbortedError when another rank posted a failure. A missed deadline is
         posted as well: the peers would wait for this rank in their turn.

@@ -10,8 +10,9 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from threading import Lock
+from threading import Event, Lock
 
+from mpiinfer.comm.waits import IDLE_SLEEP_S, rest
 from mpiinfer.engine.request import Output, Request
 
 OnFinish = Callable[[Output], None]
@@ -41,6 +42,10 @@ class Inbox(ABC):
     @abstractmethod
     def deliver(self, output: Output) -> None:
         """The answer to a request."""
+
+    def rest(self) -> None:
+        """Sleep for a moment, or until there may be something."""
+        rest()
 
     def end(self) -> None:  # noqa: B027
         """The run has ended on this replica."""
@@ -94,6 +99,7 @@ class LiveInbox(Inbox):
         """on_finish: called with each output on the engine's thread; it must be quick."""
         self._on_finish = on_finish
         self._lock = Lock()
+        self._news = Event()
         self._queue: deque[Request] = deque()
         self._cancelled: list[int] = []
         self._closed = False
@@ -107,16 +113,23 @@ class LiveInbox(Inbox):
             if self._closed:
                 raise RuntimeError("this inbox is closed: it takes no more requests")
             self._queue.append(request)
+        self._news.set()
 
     def cancel(self, index: int) -> None:
         """Stop a request, wherever it is. Its output says "cancelled", unless it has just finished."""
         with self._lock:
             self._cancelled.append(index)
+        self._news.set()
 
     def close(self) -> None:
         """No more requests will come: the run ends when the last one is answered."""
         with self._lock:
             self._closed = True
+        self._news.set()
+
+    def rest(self) -> None:
+        self._news.wait(IDLE_SLEEP_S)
+        self._news.clear()
 
     @property
     def num_ready(self) -> int:

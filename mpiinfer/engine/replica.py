@@ -65,7 +65,12 @@ class Replica:
         heads = self._mesh.heads
         assert heads is not None
         mine = RemoteInbox(heads) if inbox is None else SharedInbox(inbox, heads)
-        head = HeadLoop(mine, self._scheduler(concurrency), begin, self._wait)
+        waits = self._mesh.replica.waits
+
+        def wait(test: Callable[[], bool]) -> float:
+            return waits.until(test, lambda: "a request", idle=True, rest=mine.rest)
+
+        head = HeadLoop(mine, self._scheduler(concurrency), begin, wait)
         times = self._timed(head)
         mine.end()
         return times, head.times
@@ -95,6 +100,3 @@ class Replica:
         executor.run(head)
         self._runner.reset()
         return RankTimes(*(after - start for after, start in zip(clocks(), before, strict=True)))
-
-    def _wait(self, test: Callable[[], bool]) -> float:
-        return self._mesh.replica.waits.until(test, lambda: "a request", idle=True)

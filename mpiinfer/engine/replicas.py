@@ -115,6 +115,9 @@ class SharedInbox(Inbox):
         self._holds.discard(output.index)
         self._inbox.deliver(output)
 
+    def rest(self) -> None:
+        self._inbox.rest()
+
     def end(self) -> None:
         for member in self._members:
             member.mail.close()
