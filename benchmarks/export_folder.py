@@ -14,7 +14,12 @@ def main() -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         options.gguf.parent, gguf_file=options.gguf.name, dtype=torch.float32
     )
-    model.save_pretrained(options.folder)
+    # A model that came from GGUF refuses to be saved, though its weights are plain numbers: a new one takes them.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    plain = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(options.folder)
 
 
 if __name__ == "__main__":

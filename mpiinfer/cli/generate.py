@@ -19,7 +19,7 @@ from mpiinfer.cli.report import describe_ranks, plural, prompt_progress
 from mpiinfer.comm.agree import on_first
 from mpiinfer.comm.launch import World
 from mpiinfer.engine.request import Output, SamplingParams
-from mpiinfer.errors import OutputError, UsageError
+from mpiinfer.errors import OutputError, RequestError, UsageError
 from mpiinfer.observe.log import LOGGER
 
 
@@ -73,6 +73,7 @@ def generate(world: World, /, **options: Any) -> None:
         on_first(domain, lambda: _write(options["output"], _formatted(outputs, options["form"])))
         if engine.is_first:
             LOGGER.info("%s", _summary(outputs, wall_s))
+        on_first(domain, lambda: _check_all_answered(outputs))
 
 
 def _prompts(options: dict[str, Any]) -> list[PromptLine]:
@@ -140,6 +141,13 @@ def _write(output: str | None, results: Iterator[bytes]) -> None:
     except OSError as error:
         where = "standard output" if output is None else f"--output {output}"
         raise OutputError(f"{where}: cannot be written: {error.strerror}") from None
+
+
+def _check_all_answered(outputs: Sequence[Output]) -> None:
+    """Raise RequestError where a prompt was refused: the others' results are written by now."""
+    errors = [output.error for output in outputs if output.error is not None]
+    if errors:
+        raise RequestError(f"{plural(len(errors), 'prompt')} of {len(outputs)} not answered: {errors[0]}")
 
 
 def _summary(outputs: Sequence[Output], wall_s: float) -> str:

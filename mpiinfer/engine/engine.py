@@ -187,15 +187,21 @@ class Engine:
         ascending.
 
         Returns the outputs in the order of the prompts on the first rank, an empty list on the others; the first
-        rank's `stats` say what the run cost. Raises
-        RequestError on every rank for a prompt that the model cannot take (nothing is run then), and EngineError
-        where a rank failed.
+        rank's `stats` say what the run cost. A prompt that the model cannot take gets an output with an `error`. Raises
+        RequestError on every rank where that is so of all prompts, and EngineError where a rank failed.
         """
         self._check_alive()
         try:
-            requests: list[Request] = []  # on the first rank only
-            on_first(self._mesh.model, lambda: requests.extend(self._requests(prompts, sampling, ids)))
-            inbox = ListInbox(requests, arrivals_s, on_finish) if self.is_first else None
+            inbox: ListInbox | None = None
+
+            def take_in() -> None:
+                nonlocal inbox
+                requests, refused = self._requests(prompts, sampling, ids)
+                inbox = ListInbox(requests, arrivals_s, on_finish)
+                for output in refused:
+                    inbox.deliver(output)
+
+            on_first(self._mesh.model, take_in)
             self._run(inbox, concurrency)
             return sorted(inbox.outputs, key=lambda output: output.index) if inbox else []
         except RequestError:  # on every rank, before anything ran
@@ -219,7 +225,7 @@ class Engine:
 
         Raises RequestError for one that the model cannot take.
         """
-        request = self._requests([prompt], sampling, None)[0]
+        request = self._requests([prompt], sampling, None)[0][0]
         return msgspec.structs.replace(request, index=index, id=str(index))
 
     def close(self) -> None:
@@ -257,12 +263,10 @@ class Engine:
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         ids: Sequence[str] | None,
-    ) -> list[Request]:
+    ) -> tuple[list[Request], list[Output]]:
         assert self._tokenizer is not None
-        requests = make_requests(prompts, sampling or SamplingParams(), ids, self._tokenizer, self.config)
-        for request in requests:
-            request.check_fits(self.config.max_positions, self.cache_tokens)
-        return requests
+        params = sampling or SamplingParams()
+        return make_requests(prompts, params, ids, self._tokenizer, self.config, self.cache_tokens)
 
     def _agree_on_cache(self) -> int:
         """Tokens of cache: the smallest of what the ranks have room for, the same on every rank of the model."""

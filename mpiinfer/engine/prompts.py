@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mpiinfer.engine.request import Request, SamplingParams, check_prompt
+from mpiinfer.engine.request import Output, Request, SamplingParams, check_prompt
 from mpiinfer.errors import RequestError
 from mpiinfer.model.config import ModelConfig
 from mpiinfer.text.tokenizer import Tokenizer
@@ -21,10 +21,12 @@ def make_requests(
     ids: Sequence[str] | None,
     tokenizer: Tokenizer,
     config: ModelConfig,
-) -> list[Request]:
+    cache_tokens: int,
+) -> tuple[list[Request], list[Output]]:
     """A request for each prompt. `ids` name them in the output, by default by their index.
 
-    Raises RequestError naming the prompt that the model cannot take.
+    cache_tokens: of the whole cache. A prompt that the model cannot take becomes an output that says why, and the
+    others are answered. Raises RequestError where that is so of all prompts, and where the arguments do not fit.
     """
     if isinstance(prompts, str):
         raise RequestError("prompts must be a list: give [prompt] for a single one")
@@ -35,12 +37,33 @@ def make_requests(
     names = [str(index) for index in range(len(prompts))] if ids is None else list(ids)
     if len(each) != len(prompts) or len(names) != len(prompts):
         raise RequestError(f"{len(prompts)} prompts, {len(each)} sampling parameters, {len(names)} ids: must be equal")
-    requests = []
+    requests, refused, errors = [], [], []
     for index, (prompt, params, name) in enumerate(zip(prompts, each, names, strict=True)):
-        text, token_ids = _tokenise(index, prompt, tokenizer)
-        check_prompt(index, token_ids, vocab_size=config.vocab_size, max_positions=config.max_positions)
-        requests.append(Request(index=index, id=name, prompt=text, prompt_token_ids=token_ids, sampling=params))
-    return requests
+        try:
+            text, token_ids = _tokenise(index, prompt, tokenizer)
+            check_prompt(index, token_ids, vocab_size=config.vocab_size, max_positions=config.max_positions)
+            request = Request(index=index, id=name, prompt=text, prompt_token_ids=token_ids, sampling=params)
+            request.check_fits(config.max_positions, cache_tokens)
+            requests.append(request)
+        except RequestError as error:
+            errors.append(error)
+            refused.append(_refused(index, name, prompt, error))
+    if errors and not requests:
+        raise errors[0]
+    return requests, refused
+
+
+def _refused(index: int, name: str, prompt: Prompt, error: RequestError) -> Output:
+    return Output(
+        id=name,
+        index=index,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=[],
+        text="",
+        token_ids=[],
+        finish_reason="error",
+        error=str(error),
+    )
 
 
 def _tokenise(index: int, prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int]]:

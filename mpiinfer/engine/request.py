@@ -151,9 +151,9 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The answer to one prompt.
 
     text: the decoded tokens, without special tokens and without the stop string. token_ids: all that were generated,
-    the one that ended them included. finish_reason: "stop" (end-of-sequence, stop string or stop token), "length" or
-    "cancelled". logprobs: the natural log probability of each token under the model (before temperature); top_logprobs:
-    for each token the likeliest ones.
+    the one that ended them included. finish_reason: "stop" (end-of-sequence, stop string or stop token), "length",
+    "cancelled", or "error" with the reason in `error`. logprobs: the natural log probability of each token under the
+    model (before temperature); top_logprobs: for each token the likeliest ones.
     """
 
     id: str
@@ -165,6 +165,7 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str
     logprobs: list[float] | None = None
     top_logprobs: list[list[TopToken]] | None = None
+    error: str | None = None
 
 
 def check_prompt(index: int, token_ids: Sequence[int], *, vocab_size: int, max_positions: int) -> None:

@@ -183,6 +183,18 @@ def test_prompts_longer_than_a_step_are_cut(llama: Path, monkeypatch: pytest.Mon
         assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
 
 
+def test_a_prompt_of_2700_tokens_in_parts(tmp_path: Path) -> None:
+    """Longer than many steps' budget: the parts overlap in the stages and look back at blocks of earlier ones."""
+    folder = tiny_model(tmp_path / "long", "llama", seed=3, max_position_embeddings=4096)
+    prompt = [(17 * i * i + 3) % 290 for i in range(2700)]
+    expected = reference(folder, prompt, 4)
+    assert expected.smallest_gap > 1e-3
+    for layout in (Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(tensor=2, pipeline=3)):
+        output = generate(folder, layout, [prompt], _greedy(max_tokens=4))[0]
+        assert output.token_ids == expected.token_ids
+        assert output.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
 def test_the_whole_context(models: Any) -> None:
     """A prompt as long as the context gets one token; one longer is refused on every rank before anything runs."""
     folder, _ = models("llama-5-5")
@@ -193,7 +205,19 @@ def test_the_whole_context(models: Any) -> None:
         assert [len(output.token_ids) for output in outputs] == [1, 2]
         assert outputs[0].finish_reason == "length"
         with pytest.raises(RequestError, match="513 tokens, more than the model's context of 512"):
-            generate(folder, layout, [[1], [*prompt, 1]], _greedy())
+            generate(folder, layout, [[*prompt, 1]], _greedy())
+
+
+def test_a_prompt_that_is_refused_costs_the_others_nothing(llama: Path) -> None:
+    prompts = [PROMPTS[0], [300_000], PROMPTS[1], []]
+    expected = generate(llama, Layout(), PROMPTS[:2], _greedy())
+    for layout in (Layout(), Layout(tensor=2, pipeline=2), Layout(replicas=2)):
+        first, refused, second, empty = generate(llama, layout, prompts, _greedy())
+        assert [first.token_ids, second.token_ids] == [output.token_ids for output in expected]
+        assert (refused.finish_reason, refused.index, refused.token_ids) == ("error", 1, [])
+        assert "prompt 1: token id 300000 is not in the vocabulary" in (refused.error or "")
+        assert "prompt 3: is empty" in (empty.error or "")
+        assert first.error is None
 
 
 def test_end_of_sequence_tokens_end_a_text(models: Any, tmp_path: Path) -> None:
