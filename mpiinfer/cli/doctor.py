@@ -131,9 +131,9 @@ def _open_and_measure(world: World, layout: Layout) -> tuple[list[DomainFacts], 
     device = choose_device(world, layout.device)
     open_plane = data_plane(layout.device, device, world.network)
     with open_mesh(world.domain, make_grid(layout, world.nodes), open_plane) as mesh:
-        measured = [_measure(domain) for domain in mesh.domains]
+        each_kind = (mesh.model, mesh.replica, mesh.heads, mesh.tp, mesh.pp)
+        measured = [None if domain is None else _measure(domain) for domain in each_kind]
     gathered = world.domain.gather_object(measured)
-    # Every rank opens its domains in one order, so the kinds follow each other in that order.
     kinds = zip(*gathered, strict=True)
     return [facts for kind in kinds for facts in kind if facts is not None], device
 

@@ -268,10 +268,10 @@ def test_texts_token_ids_and_chats(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([[1], []], "prompt 1: is empty"),
-        (["fine", ""], "prompt 1: is empty"),
-        ([[1], [1003]], "prompt 1: token id 1003 is not in the vocabulary of 0 to 1002"),
-        ([[1], [-1]], "prompt 1: token id -1"),
+        ([[]], "prompt 0: is empty"),
+        (["", []], "prompt 0: is empty"),
+        ([[1003]], "prompt 0: token id 1003 is not in the vocabulary of 0 to 1002"),
+        ([[-1]], "prompt 0: token id -1"),
         ([["a", 2]], "prompt 0: must be a text"),
         ([1.5], "prompt 0: must be a text"),
         ([[1.5]], "prompt 0: must be a text"),
