@@ -19,7 +19,7 @@ from mpiinfer.comm.agree import on_all, on_first, same_on_all
 from mpiinfer.comm.domain import Domain
 from mpiinfer.comm.launch import World, adopt, choose_device, launch
 from mpiinfer.comm.waits import DEADLINE_WORDS
-from mpiinfer.engine.generation import Generation
+from mpiinfer.engine.generation import Answers
 from mpiinfer.engine.inbox import Inbox, ListInbox, OnFinish
 from mpiinfer.engine.memory import free_bytes, peak_rss_bytes
 from mpiinfer.engine.prompts import Prompt, make_requests
@@ -254,9 +254,9 @@ class Engine:
             of_requests = tuple(one for _, of_head in gathered for one in of_head)
             self.stats = RunStats(tuple(rank for rank, _ in gathered), of_requests)
 
-    def _begin(self, request: Request) -> Generation:
+    def _begin(self, request: Request) -> Answers:
         assert self._tokenizer is not None
-        return Generation(request, self._tokenizer, self._eos_token_ids, self.config.max_positions)
+        return Answers(request, self._tokenizer, self._eos_token_ids, self.config.max_positions)
 
     def _requests(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from mpiinfer.engine.generation import Generation
+from mpiinfer.engine.generation import Answers, Generation
 from mpiinfer.engine.inbox import Inbox
 from mpiinfer.engine.request import Request
 from mpiinfer.engine.scheduler import Scheduler, Sequence
@@ -18,7 +18,7 @@ from mpiinfer.engine.stats import RequestTimes
 from mpiinfer.engine.step import decode_result, encode
 
 # Makes what a request becomes.
-Begin = Callable[[Request], Generation]
+Begin = Callable[[Request], Answers]
 # Waits, asleep between two looks, until a test is true; returns the seconds that it took.
 Wait = Callable[[Callable[[], bool]], float]
 
@@ -45,6 +45,9 @@ class HeadLoop:
     def take_result(self, slot: int, data: bytes) -> None:
         result = decode_result(data)
         self._scheduler.collect(slot, result)
+        for score in result.scores:
+            if score.sequence in self._generations:
+                self._generations[score.sequence].answers.score(score)
         for sample in result.samples:
             generation = self._generations.get(sample.sequence)
             if generation is not None and generation.finish_reason is None:
@@ -74,17 +77,18 @@ class HeadLoop:
     def _take_in(self) -> None:
         """New requests into the scheduler, cancelled ones out of it."""
         for request in self._inbox.take(self._scheduler.room):
-            number = self._num_sequences
-            self._num_sequences += 1
-            generation = self._generations[number] = self._begin(request)
-            self._scheduler.add(Sequence(number, list(request.prompt_token_ids), generation.sampling))
+            first = self._num_sequences
+            for number, generation in enumerate(self._begin(request).generations, first):
+                self._generations[number] = generation
+                self._scheduler.add(_sequence(number, first, generation))
+                self._num_sequences += 1
         for index in self._inbox.take_cancelled():
             self._cancel(index)
 
     def _cancel(self, index: int) -> None:
         """Its answer is what there is of it so far."""
         for number, generation in list(self._generations.items()):
-            if generation.request.index == index and generation.finish_reason is None:
+            if generation.answers.request.index == index and generation.finish_reason is None:
                 generation.finish_reason = "cancelled"
                 self._scheduler.finish(number)
                 self._behind.append(number)
@@ -101,4 +105,13 @@ class HeadLoop:
             self._scheduler.finish(number)
         del self._generations[number]
         self.times.append(generation.times())
-        self._inbox.deliver(generation.output())
+        if generation.answers.are_finished:
+            self._inbox.deliver(generation.answers.output())
+
+
+def _sequence(number: int, first: int, generation: Generation) -> Sequence:
+    """For the scheduler: the answers to one prompt share its blocks, but where its log probabilities are wanted it is
+    computed."""
+    prompt = list(generation.answers.request.prompt_token_ids)
+    shares = generation.sampling.prompt_logprobs < 0
+    return Sequence(number, prompt, generation.sampling, shares, None if number == first else first)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from mpiinfer.engine.blocks import BlockPool
-from mpiinfer.engine.generation import Generation
+from mpiinfer.engine.generation import Answers
 from mpiinfer.engine.inbox import Inbox
 from mpiinfer.engine.loop import HeadLoop
 from mpiinfer.engine.replicas import RemoteInbox, SharedInbox
@@ -53,7 +53,7 @@ class Replica:
         return self._runner.step
 
     def run(
-        self, inbox: Inbox | None, begin: Callable[[Request], Generation], concurrency: int | None
+        self, inbox: Inbox | None, begin: Callable[[Request], Answers], concurrency: int | None
     ) -> tuple[RankTimes, list[RequestTimes]]:
         """Answer what comes until the inbox is closed. Collective over all replicas; `inbox` on the model's first rank.
 

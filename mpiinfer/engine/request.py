@@ -26,7 +26,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: strings that end the text, which does not include them. stop_token_ids: token ids that end it. min_tokens:
     nothing ends it before so many. ignore_eos: go on past end-of-sequence tokens.
 
+    n: answers to the prompt, which share its blocks of cache. The first is the one that n = 1 would give.
+
     logprobs: how many of the likeliest tokens to report beside each chosen one (0: the chosen one only; None: none).
+    prompt_logprobs: the same for the tokens of the prompt.
     """
 
     max_tokens: int = 64
@@ -44,7 +47,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
+    n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words", "stop_token_ids"):
@@ -73,14 +78,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("stop_token_ids", "logit_bias"):
             self._check(all(0 <= token <= MAX_COUNT for token in getattr(self, name)), name, "token ids are 0 or more")
         self._check(all(map(math.isfinite, self.logit_bias.values())), "logit_bias", "must be finite numbers")
-        some = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
-        self._check(some, "logprobs", f"must be 0 to {MAX_LOGPROBS}")
+        self._check(1 <= self.n <= MAX_SAMPLES, "n", f"must be 1 to {MAX_SAMPLES}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            self._check(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be 0 to {MAX_LOGPROBS}")
 
     def _check_types(self) -> None:
         """What the annotations say, since Python does not."""
-        for name in ("max_tokens", "min_tokens", "top_k", "seed", "logprobs"):
+        for name in ("max_tokens", "min_tokens", "top_k", "n"):
+            self._check(_is_int(getattr(self, name)), name, "must be an integer")
+        for name in ("seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            self._check(_is_int(value) or (value is None and name in ("seed", "logprobs")), name, "must be an integer")
+            self._check(value is None or _is_int(value), name, "must be an integer")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             self._check(_is_number(getattr(self, name)), name, "must be a number")
         for name in ("stop", "bad_words"):
@@ -111,6 +120,7 @@ def _is_number(value: object) -> bool:
 # The wire form of a step holds 64 bits; nobody means more than this.
 MAX_COUNT = (1 << 31) - 1
 MAX_LOGPROBS = 20
+MAX_SAMPLES = 1024
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,13 +157,28 @@ class TopToken(msgspec.Struct, frozen=True):
     logprob: float
 
 
-class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The answer to one prompt.
+class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One answer to a prompt.
 
     text: the decoded tokens, without special tokens and without the stop string. token_ids: all that were generated,
     the one that ended them included. finish_reason: "stop" (end-of-sequence, stop string or stop token), "length",
-    "cancelled", or "error" with the reason in `error`. logprobs: the natural log probability of each token under the
-    model (before temperature); top_logprobs: for each token the likeliest ones.
+    "cancelled", or "error". logprobs: the natural log probability of each token under the model (before temperature);
+    top_logprobs: for each token the likeliest ones.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[TopToken]] | None = None
+
+
+class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What came of one prompt: the fields of its first `Answer`, and what it was asked with.
+
+    samples: all its answers, where several were asked for. prompt_logprobs: the log probability of each token of the
+    prompt after those before it, None for the first one; prompt_top_logprobs: the likeliest in its place. error: why
+    the prompt was refused, where finish_reason is "error".
     """
 
     id: str
@@ -165,7 +190,15 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str
     logprobs: list[float] | None = None
     top_logprobs: list[list[TopToken]] | None = None
+    samples: list[Answer] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[list[TopToken]] | None = None
     error: str | None = None
+
+    @property
+    def answers(self) -> list[Answer]:
+        """All its answers, in a list of one where one was asked for."""
+        return self.samples or [msgspec.convert(self, Answer, from_attributes=True)]
 
 
 def check_prompt(index: int, token_ids: Sequence[int], *, vocab_size: int, max_positions: int) -> None:

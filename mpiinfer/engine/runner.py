@@ -6,15 +6,15 @@ texts or policy. A plan's tensors are made when it is heard, before the activati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from mpiinfer.comm.domain import Domain
-from mpiinfer.engine.sampler import Row, Sampler
+from mpiinfer.engine.sampler import Chosen, Row, Sampler
 from mpiinfer.engine.sampling import Sampling
-from mpiinfer.engine.step import VERSION, Sample, StepPlan, StepResult, decode_plan, encode
+from mpiinfer.engine.step import VERSION, Chunk, PromptScore, Sample, StepPlan, StepResult, decode_plan, encode
 from mpiinfer.model.batch import Batch, Segment
 from mpiinfer.model.stage import Stage
 
@@ -28,11 +28,22 @@ class _Sequence:
 
 
 @dataclass(frozen=True, slots=True)
+class _Scored:
+    """A position of a prompt whose token's log probability is wanted."""
+
+    sequence: int
+    position: int
+    token: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Step:
-    """A plan that was heard: its tensors, and the sequences whose next tokens it chooses."""
+    """A plan that was heard: its tensors, whose logits are of the sequences in `sampled`, then of those in `scored`."""
 
     batch: Batch
     sampled: list[tuple[int, _Sequence]]
+    scored: list[_Scored]
 
 
 class Runner:
@@ -76,13 +87,26 @@ class Runner:
     def finish(self, plan: StepPlan, hidden_TD: torch.Tensor | None, between: Callable[[], None]) -> bytes:
         step = self._steps.pop(plan.number)
         logits_SV = self._stage(step.batch, hidden_TD, between)
-        samples = list(self._samples(logits_SV, step)) if step.sampled else []
-        return encode(StepResult(VERSION, plan.number, samples))
+        first = len(step.sampled)
+        samples = [
+            Sample(sequence, *_values(chosen))
+            for (sequence, _), chosen in zip(step.sampled, self._chosen(logits_SV[:first], step), strict=True)
+        ]
+        scores = [
+            PromptScore(of.sequence, of.position, *_values(score)[1:])
+            for of, score in zip(step.scored, self._scores(logits_SV[first:], step), strict=True)
+        ]
+        return encode(StepResult(VERSION, plan.number, samples, scores))
 
-    def _samples(self, logits_SV: torch.Tensor, step: _Step) -> Iterator[Sample]:
+    def _chosen(self, logits_SV: torch.Tensor, step: _Step) -> list[Chosen]:
         rows = [Row(of.sampling, of.token_ids, of.num_prompt) for _, of in step.sampled]
-        for (sequence, _), chosen in zip(step.sampled, self._sampler(logits_SV, rows), strict=True):
-            yield Sample(sequence, chosen.token, chosen.logprob, chosen.top_tokens, chosen.top_logprobs)
+        return self._sampler(logits_SV, rows) if rows else []
+
+    def _scores(self, logits_SV: torch.Tensor, step: _Step) -> list[Chosen]:
+        if not step.scored:
+            return []
+        tokens_S = torch.tensor([of.token for of in step.scored])
+        return self._sampler.score(logits_SV, tokens_S, [of.width for of in step.scored])
 
     def _prepared(self, plan: StepPlan) -> _Step:
         """The step's tokens, flat: each sequence's after the last one's, no padding."""
@@ -90,7 +114,9 @@ class Runner:
         token_ids: list[int] = []
         segments: list[Segment] = []
         sample_rows: list[int] = []
+        score_rows: list[int] = []
         sampled: list[tuple[int, _Sequence]] = []
+        scored: list[_Scored] = []
         for chunk in plan.chunks:
             sequence = self._sequences[chunk.sequence]
             sequence.blocks += chunk.blocks
@@ -103,4 +129,23 @@ class Runner:
             if chunk.samples:
                 sample_rows.append(len(token_ids) - 1)
                 sampled.append((chunk.sequence, sequence))
-        return _Step(Batch.of(token_ids, segments, sample_rows, block_tokens, self._stage.device), sampled)
+            if sequence.sampling.prompt_logprobs >= 0:
+                of_chunk = _scored(chunk, sequence)
+                score_rows += range(segments[-1].first, segments[-1].first + len(of_chunk))
+                scored += of_chunk
+        batch = Batch.of(token_ids, segments, sample_rows + score_rows, block_tokens, self._stage.device)
+        return _Step(batch, sampled, scored)
+
+
+def _scored(chunk: Chunk, sequence: _Sequence) -> list[_Scored]:
+    """What the logits of the chunk's first tokens say of the prompt: each is about the token after it."""
+    stop = min(chunk.start + chunk.num_tokens + 1, sequence.num_prompt)
+    width = sequence.sampling.prompt_logprobs
+    return [
+        _Scored(chunk.sequence, position, sequence.token_ids[position], width)
+        for position in range(chunk.start + 1, stop)
+    ]
+
+
+def _values(chosen: Chosen) -> tuple[int, float, list[int], list[float]]:
+    return chosen.token, chosen.logprob, chosen.top_tokens, chosen.top_logprobs

@@ -73,7 +73,26 @@ class Sampler:
             tokens_S[part] = self._sample(edited_SV[part], [rows[number] for number in part])
         if all(row.sampling.logprobs < 0 for row in rows):
             return [Chosen(token, math.nan, [], []) for token in tokens_S.tolist()]
-        return self._with_logprobs(logits_SV, tokens_S, rows)
+        return self.score(logits_SV, tokens_S, [row.sampling.logprobs for row in rows])
+
+    def score(self, logits_SV: torch.Tensor, tokens_S: torch.Tensor, widths: Sequence[int]) -> list[Chosen]:
+        """Given tokens, as if they had been chosen: their log probabilities, and the `widths` likeliest of each row.
+
+        tokens_S int64. A width below 1 is none.
+        """
+        total_S = self._log_sum_exp(logits_SV)
+        num_local = logits_SV.shape[1]
+        local_S = tokens_S.to(logits_SV.device) - self._start
+        mine_S = (local_S >= 0) & (local_S < num_local)
+        picked_S = logits_SV.gather(1, local_S.clamp(0, num_local - 1).unsqueeze(1)).squeeze(1).double()
+        chosen_S = self._tp.all_reduce(picked_S.masked_fill(~mine_S, 0.0)) - total_S
+        values_SC, ids_SC = self._top(logits_SV, max(1, *widths))
+        tokens, logprobs = tokens_S.tolist(), chosen_S.tolist()
+        ids, top = ids_SC.tolist(), (values_SC - total_S.unsqueeze(1)).tolist()
+        return [
+            Chosen(tokens[row], logprobs[row], ids[row][: max(0, width)], top[row][: max(0, width)])
+            for row, width in enumerate(widths)
+        ]
 
     # ---- logits as a row's sampling wants them
 
@@ -179,24 +198,6 @@ class Sampler:
         return torch.logsumexp(self._tp.all_gather(local_S), dim=0)
 
     # ---- log probabilities
-
-    def _with_logprobs(self, logits_SV: torch.Tensor, tokens_S: torch.Tensor, rows: Sequence[Row]) -> list[Chosen]:
-        total_S = self._log_sum_exp(logits_SV)
-        num_local = logits_SV.shape[1]
-        local_S = tokens_S.to(logits_SV.device) - self._start
-        mine_S = (local_S >= 0) & (local_S < num_local)
-        picked_S = logits_SV.gather(1, local_S.clamp(0, num_local - 1).unsqueeze(1)).squeeze(1).double()
-        chosen_S = self._tp.all_reduce(picked_S.masked_fill(~mine_S, 0.0)) - total_S
-        width = max(row.sampling.logprobs for row in rows)
-        values_SC, ids_SC = self._top(logits_SV, max(1, width))
-        top_SC = values_SC - total_S.unsqueeze(1)
-        tokens, logprobs = tokens_S.tolist(), chosen_S.tolist()
-        chosen = []
-        for number, row in enumerate(rows):
-            wanted = max(0, row.sampling.logprobs)
-            top = ids_SC[number, :wanted].tolist(), top_SC[number, :wanted].tolist()
-            chosen.append(Chosen(tokens[number], logprobs[number], *top))
-        return chosen
 
     def _top(self, logits_SV: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The `width` largest logits over all shards and their ids: float64 and int64 [S, width]."""

@@ -8,8 +8,9 @@ import msgspec
 class Sampling(msgspec.Struct, array_like=True, frozen=True):
     """`SamplingParams` with what only the head knows put in: a seed, and the ids that words and endings stand for.
 
-    logprobs: how many of the likeliest tokens to report, -1 for no log probabilities at all. bias: (id, addend).
-    endings: ids that end a text, which may not come before `min_tokens` new ones. bad_words: token ids of each.
+    logprobs, prompt_logprobs: how many of the likeliest tokens to report, -1 for no log probabilities at all.
+    bias: (id, addend). endings: ids that end a text, which may not come before `min_tokens` new ones. bad_words: the
+    token ids of each.
     """
 
     temperature: float = 0.0
@@ -25,6 +26,7 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     min_tokens: int = 0
     endings: list[int] = []
     bad_words: list[list[int]] = []
+    prompt_logprobs: int = -1
 
     @property
     def edits_logits(self) -> bool:

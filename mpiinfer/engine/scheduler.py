@@ -35,13 +35,15 @@ class Sequence:
 
     token_ids: the prompt of `num_prompt` tokens, and what was generated. shares: whether it may begin with blocks that
     others have filled. num_computed: tokens whose keys and values are computed or planned. num_known: tokens that the
-    ranks know, 0 where they have not heard of it. is_awaited: a step under way will sample its next token.
+    ranks know, 0 where they have not heard of it. is_awaited: a step under way will sample its next token. follows:
+    another one of the same prompt, which it waits for so as to share all of its blocks.
     """
 
     number: int
     token_ids: list[int]
     sampling: Sampling
     shares: bool = True
+    follows: int | None = None
     num_prompt: int = field(init=False)
     num_computed: int = 0
     num_known: int = 0
@@ -221,6 +223,9 @@ class Scheduler:
             return False
         if not self._running:
             return True
+        leader = None if sequence.follows is None else self._running.get(sequence.follows)
+        if leader is not None and leader.num_pending > 1:
+            return False
         num_shared, num_kept = self.pool.num_shareable(self._shareable(sequence))
         wanted = self.pool.blocks_for(len(sequence.token_ids)) - num_shared + num_kept
         return wanted + len(self._running) <= self.pool.num_available  # those who run will soon want a block each

@@ -12,7 +12,7 @@ import msgspec
 
 from mpiinfer.engine.sampling import Sampling
 
-VERSION = 2
+VERSION = 3
 
 PlanKind = Literal["run", "rest", "drain"]
 
@@ -85,12 +85,23 @@ class Sample(msgspec.Struct, array_like=True, frozen=True):
     top_logprobs: list[float]
 
 
+class PromptScore(msgspec.Struct, array_like=True, frozen=True):
+    """The log probability of the token at `position` of a sequence's prompt, and the likeliest in its place."""
+
+    sequence: int
+    position: int
+    logprob: float
+    top_tokens: list[int]
+    top_logprobs: list[float]
+
+
 class StepResult(msgspec.Struct, array_like=True, frozen=True):
-    """The samples of the step `number`, one for each chunk that samples, in the plan's order."""
+    """The samples of the step `number`, one for each chunk that samples, in the plan's order; and scores of prompts."""
 
     version: int
     number: int
     samples: list[Sample]
+    scores: list[PromptScore] = []
 
 
 _encoder = msgspec.msgpack.Encoder()
