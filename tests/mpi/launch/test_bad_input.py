@@ -100,10 +100,7 @@ def test_layouts(tmp_path: Path, model: Path, layout: str, num_ranks: int, words
         ('{"prompt": 3}', ["prompts.jsonl:2", "prompt"]),
         ('{"prompt": "a", "temperature": -2}', ["prompts.jsonl:2", "temperature = -2"]),
         ('{"prompt": "a", "temprature": 1}', ["prompts.jsonl:2", "temprature", "max_tokens, temperature"]),
-        ('{"prompt_token_ids": [1, 300]}', ["prompt 1", "300", "0 to 299"]),
         ('{"prompt_token_ids": []}', ["prompts.jsonl:2", "empty"]),
-        (json.dumps({"prompt_token_ids": [1] * 513}), ["prompt 1", "513 tokens", "context of 512"]),
-        ('{"messages": [{"content": "no role"}]}', ["prompt 1", "role"]),
         ("[" * 5000, ["prompts.jsonl:2", "nested too deep"]),
         ('{"id": true, "prompt": "a"}', ["prompts.jsonl:2", "id"]),
     ],
@@ -112,6 +109,29 @@ def test_prompt_files(tmp_path: Path, model: Path, line: str, words: list[str]) 
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "fine"}\n' + line + "\n")
     refused(generate(2, "--model", str(model), "--prompts", str(file)), 2, *words)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"prompt_token_ids": [1, 300]}', ["prompt 1", "300", "0 to 299"]),
+        (json.dumps({"prompt_token_ids": [1] * 513}), ["prompt 1", "513 tokens", "context of 512"]),
+        ('{"messages": [{"content": "no role"}]}', ["prompt 1", "role"]),
+    ],
+)
+def test_a_prompt_that_cannot_be_answered(tmp_path: Path, model: Path, line: str, words: list[str]) -> None:
+    """It costs the others nothing: their answers are written, then one line says what was wrong with it."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "fine"}\n' + line + "\n")
+    result = run_mpiinfer(
+        2, "generate", "--model", str(model), "--prompts", str(file), "--format", "jsonl", timeout_s=LIMIT_S
+    )
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.shown()
+    answered, refusal = map(json.loads, result.stdout.splitlines())
+    assert answered["token_ids"] and not refusal["token_ids"], result.shown()
+    said = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert len(said) == 1 and "1 prompt of 2 not answered" in said[0], result.shown()
+    assert all(word in said[0] and word in refusal["error"] for word in words[1:]), result.shown()
 
 
 def test_a_bad_run_leaves_an_older_output_alone(tmp_path: Path, model: Path) -> None:
